@@ -1,4 +1,4 @@
-"""The backward of an activation makes its result again, so that the next GEMM need not save it."""
+"""The backward of norms and activations makes their results again, so that no GEMM saves them."""
 
 import pytest
 import torch
@@ -9,21 +9,19 @@ from saved_memory import saved_storages
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import capture
 from transformer_engine.pytorch.chain import segments
-from transformer_engine.pytorch.chain.stages.activation import Activation
 from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 
 HIDDEN, FFN = 32, 64
 BYTES = {"high precision": 2, "delayed": 1, "current": 1}  # of an element that wgrad reads
 
 
-def pair(monkeypatch, device, **arguments):
-    """Two equal modules; the second one saves the input of its second GEMM."""
+def pair(monkeypatch, device, kind=te.LayerNormMLP, **arguments):
+    """Two equal modules; the second one saves the inputs of its GEMMs."""
     made = dict(params_dtype=torch.bfloat16, device=device, **arguments)
-    first, second = (te.LayerNormMLP(HIDDEN, FFN, **made) for _ in range(2))
+    first, second = (kind(HIDDEN, FFN, **made) for _ in range(2))
     second.load_state_dict(first.state_dict())
     for step in second.chain.steps:
-        if isinstance(step.stage, Activation):
-            monkeypatch.setattr(step.stage, "recomputes", False)
+        monkeypatch.setattr(step.stage, "recomputes", lambda: "nothing")
     return first, second
 
 
@@ -54,7 +52,33 @@ def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device
     if recipe == "blocks":  # each has a scale of its own
         assert less == more
     else:
-        assert more - less >= BYTES[recipe] * tokens * FFN
+        of_norm = 2 * tokens * HIDDEN if recipe == "high precision" else 0
+        assert more - less >= BYTES[recipe] * tokens * FFN + of_norm
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("taps", [False, True])
+@pytest.mark.parametrize("recipe", ["high precision", "delayed"])
+def test_norms_without_a_tap_are_made_again_in_high_precision(
+    recipe, taps, normalization, device, monkeypatch
+):
+    arguments = dict(normalization=normalization, return_layernorm_output=taps)
+    again, saving = pair(monkeypatch, device, te.LayerNormLinear, **arguments)
+    x = torch.randn(64, HIDDEN, device=device, dtype=torch.bfloat16)
+    grads = torch.randn(2, 64, max(HIDDEN, FFN), device=device, dtype=torch.bfloat16)
+    saved, results = [], []
+    for module in (again, saving):
+        leaf = x.clone().requires_grad_()
+        with scope(recipe), saved_storages() as bytes_by_address:
+            made = module(leaf)
+        made = made if taps else [made]
+        used = [grad[:, : y.shape[1]] for grad, y in zip(grads, made, strict=False)]
+        torch.autograd.backward(made, used)
+        saved.append(sum(bytes_by_address.values()))
+        results.append([*made, leaf.grad, *[p.grad for p in module.parameters()]])
+    assert_equal(*results)
+    fewer = 0 if taps or recipe == "delayed" else 2 * x.numel()
+    assert saved[1] - saved[0] == fewer
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -160,7 +160,8 @@ def test_activations_are_not_kept(recipe: str) -> None:
     assert not run["backward chain_forward"] and run["backward chain_backward"] == 1
     layer.checkpoint = True
     less, again = saved_and_run(layer, x, recipe)
-    assert again["backward norm_forward"] == 1
+    # In high precision once more, for wgrad.
+    assert again["backward norm_forward"] == 1 + (recipe == HIGH)
     # The activation's backward makes what wgrad reads; FP8 needs the scale of the forward, too.
     assert again["backward activation_forward"] == (recipe != HIGH)
     assert again["forward norm_forward"] == run["forward chain_forward"] == 1

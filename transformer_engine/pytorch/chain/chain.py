@@ -243,9 +243,9 @@ class Chain:
         plans = [step.stage.prepare(plan, step.parameters.start) for step in self.steps]
         inspected = any([gemm.wrapped for gemm in plan.quantizers])
         for i, step in enumerate(self.steps):
-            computed_again = step.producer == i - 1 >= 0 and self.steps[i - 1].stage.recomputes
-            if computed_again and not inspected:
-                step.stage.omit_input(plans[i], step.outputs[0] in self.outputs)
+            if step.producer == i - 1 >= 0 and not inspected:
+                again = self.steps[i - 1].stage.recomputes()
+                step.stage.omit_input(plans[i], again, step.outputs[0] in self.outputs)
         plan.stage_plans = plans
         plan.differentiable = [plan.requires_grad] * len(plans)
         if not plan.compiling and not plan.exporting:

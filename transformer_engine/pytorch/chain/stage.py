@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
 Values: TypeAlias = Sequence[Any]  # inputs of a stage, or gradients of its results (or None)
 Results: TypeAlias = tuple[Any, ...]
+Recomputes: TypeAlias = Literal["nothing", "values", "operands"]
 
 
 class ResultRequest(NamedTuple):
@@ -79,8 +80,6 @@ class Stage:
         in_parts: it is a collective that passes large tensors rank by rank.
         token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
-        recomputes: its `backward_data` can compute its first result again, as
-            `Saved.result_request` says, and return it as `carry`: the next stage need not save it.
         passes_requests: its result is its input, so it hands the request of its consumer on.
         options_vary: `options_in` returns others for other shapes.
         delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
@@ -99,7 +98,6 @@ class Stage:
     in_parts = False
     token_ratio: Fraction | int = 1
     regathers = False
-    recomputes = False
     passes_requests = False
     options_vary = False
     delayed: Any = None
@@ -131,11 +129,19 @@ class Stage:
         """Make the plan; the stage's first parameter is number `first` of the call's inputs."""
         return call
 
-    def omit_input(self, plan: Any, grad_outlives: bool) -> None:
+    def recomputes(self) -> Recomputes:
+        """What `backward_data` can make of the first result, so that its reader need not save it.
+
+        Values alone, or also transposed codes, as `Saved.result_request` says.
+        """
+        return "nothing"
+
+    def omit_input(self, plan: Any, again: Recomputes, grad_outlives: bool) -> None:
         """Plan not to save the first input, if possible: the stage before computes it again.
 
         Args:
             plan: returned by `prepare`.
+            again: what the stage before can compute.
             grad_outlives: autograd keeps the gradient of the first result until the backward of
                 the whole chain is done.
         """
@@ -211,6 +217,8 @@ class Stage:
         self, grads: Values, saved: Saved, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradients of its inputs, and whatever `backward_params` needs from here (`carry`).
+
+        With `saved.result_request` a pair instead of `carry`: the first result, and `carry`.
 
         Args:
             grads: gradients of its results; some may be None, not all.

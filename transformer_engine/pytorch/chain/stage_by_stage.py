@@ -161,7 +161,7 @@ def run_backward(
         del results, result
         if result_request is not None:
             assert task is not None
-            task.input_again, carry = carry, None
+            task.input_again, carry = carry
         finish(task)
         result_request = step.stage.input_request(saved, plans[i])
         task = ParamGradTask(plan, grads, i, carry, saved, regathered if overlaps else None)

@@ -9,6 +9,7 @@ import torch
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
+    Recomputes,
     ResultRequest,
     Results,
     Saved,
@@ -36,7 +37,6 @@ class Activation(Stage):
 
     label = "activation"
     results = ("activated",)
-    recomputes = True
 
     def __init__(self, kind: int, numbers: ActivationParameters = DEFAULT_PARAMETERS) -> None:
         self.kind, self.numbers = kind, numbers
@@ -44,6 +44,10 @@ class Activation(Stage):
     def recordable(self, plan: CallPlan) -> bool:
         """Always."""
         return True
+
+    def recomputes(self) -> Recomputes:
+        """The kernel of the backward makes both."""
+        return "operands"
 
     def forward(
         self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
@@ -88,7 +92,7 @@ class Activation(Stage):
             *form,
         )
         side = restore(again, *form[:2])
-        return (quantizer.fused_result(request, FusedOutputs(*made)),), side
+        return (quantizer.fused_result(request, FusedOutputs(*made)),), (side, None)
 
 
 def _room_for(

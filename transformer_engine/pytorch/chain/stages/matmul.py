@@ -15,6 +15,7 @@ from transformer_engine.pytorch.chain.delayed import DelayedTasks
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
+    Recomputes,
     ResultRequest,
     Results,
     Saved,
@@ -131,9 +132,10 @@ class Matmul(Stage):
             plan.input_in_backward = OperandRequest(quantizer, False, True)
         return plan
 
-    def omit_input(self, plan: MatmulPlan, grad_outlives: bool) -> None:
+    def omit_input(self, plan: MatmulPlan, again: Recomputes, grad_outlives: bool) -> None:
         """Possible if `backward_params` runs behind the stage before."""
-        if plan.needs_input and plan.needs_weight and self.delayed is None:
+        enough = again == "operands" or (again == "values" and not plan.fp8)
+        if enough and plan.needs_input and plan.needs_weight and self.delayed is None:
             plan.omits_input = plan.quantizers.input.casts_columns_later
             plan.request.columnwise = not plan.omits_input
             if grad_outlives:
@@ -326,8 +328,7 @@ class Matmul(Stage):
             nonlocal column
             if column is None:
                 column = columnwise_of(weight, rows, plan.dtype)
-            fast = plan.fast_accumulation[1]
-            return gemm.dgrad(rows, column, plan.dtype, fast, self.name, out)
+            return gemm.dgrad(rows, column, plan.dtype, plan.fast_accumulation[1], self.name, out)
 
         if parts is not None:
             data: Any = weight.codes if isinstance(weight, Fp8Matrix) else weight

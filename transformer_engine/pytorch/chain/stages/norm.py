@@ -10,6 +10,7 @@ from torch.nn.functional import layer_norm
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
+    Recomputes,
     Results,
     Saved,
     Stage,
@@ -82,6 +83,10 @@ class Norm(Stage):
         """Always."""
         return True
 
+    def recomputes(self) -> Recomputes:
+        """Values, by the kernel of the forward; unless others have the result, too."""
+        return "nothing" if self.tap == "output" else "values"
+
     def forward(
         self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
@@ -102,7 +107,7 @@ class Norm(Stage):
         if separate is not None:
             y = self._call(x, gamma, beta, plan, plan.dtype, separate)[0]
         value = quantizer.fused_result(request, FusedOutputs(y, codes, transposed, scales))
-        saved = Saved((x, gamma, mean, rstd) if plan.requires_grad else ())
+        saved = Saved((x, gamma, beta, mean, rstd) if plan.requires_grad else ())
         if self.tap is None:  # then nothing keeps the plain result alive after the cast
             return (value,), saved
         return (value, x if self.tap == "input" else y), saved
@@ -150,12 +155,16 @@ class Norm(Stage):
                 return (tap_grad,), (None, None)
             else:
                 residual_grad = tap_grad.contiguous()
-        x, gamma, mean, rstd = saved.tensors
+        x, gamma, beta, mean, rstd = saved.tensors
         assert x is not None and gamma is not None and rstd is not None
         dx, dgamma, dbeta = norm_backward(
             grad, x, gamma, mean, rstd, self.kind, self.zero_centered, residual_grad
         )
-        return (dx,), (dgamma, dbeta)
+        carry: Any = (dgamma, dbeta)
+        if saved.result_request is not None:
+            plain = FusedArguments(True, epsilon=0.0)
+            carry = self._call(x, gamma, beta, plan, plan.dtype, plain)[0], carry
+        return (dx,), carry
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The gradients of gamma and beta."""
