@@ -192,21 +192,17 @@ def wgrad(
     x: Side | None,
     target: WgradTarget,
     fast_accumulation: bool,
-    bias_grad: torch.dtype | None,
     layer: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> torch.Tensor | None:
     """`dw[N, K] = dy[M, N]^T . x[M, K]`; FP8 sides are the transposes `[N, M]` and `[K, M]`.
 
-    Returns:
-        `(dw, bias gradient)`: `dw` is None where it went into `main_grad`; the bias gradient is
-        None where `bias_grad` is (it is the column sums of a plain `dy`).
+    None where it went into `main_grad`.
     """
     name = _TRACED if torch.compiler.is_compiling() else layer
     fp8 = _count(name, "wgrad", grad_output, x)
     a, a_scales, a_format = _unpack(grad_output)
     b, b_scales, b_format = _unpack(x)
     if target.main_grad is not None:
-        grad = None if bias_grad is None else a.new_empty(a.shape[-1], dtype=bias_grad)
         kernel.gemm_into(
             target.main_grad,
             a,
@@ -219,10 +215,9 @@ def wgrad(
             b_transposed=not fp8,
             accumulate=target.accumulate,
             fast_accumulation=fast_accumulation,
-            bias_grad=grad,
         )
-        return None, grad
-    d, _, grad = kernel.gemm(
+        return None
+    return kernel.gemm(
         a,
         b,
         target.dtype or a.dtype,
@@ -235,9 +230,7 @@ def wgrad(
         fast_accumulation,
         None,
         *_NO_EPILOGUE,
-        bias_grad,
-    )
-    return d, grad
+    )[0]
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,6 @@ from transformer_engine.pytorch.parallel.collectives import Pending, waited
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
 TOKEN_ALIGNMENT = 16
 
-# A GEMM that also computes the bias gradient takes 1.12x its time at 16384 x 16384 x 4096 on an
-# H200 (bench_gemm). For gradients with this many elements or more a separate kernel is cheaper.
-_SEPARATE_BIAS_GRAD = 1 << 25
-
 
 class _Facts(NamedTuple):
     """What the backward needs beside tensors."""
@@ -347,11 +343,11 @@ class Matmul(Stage):
         """The weight gradient and the bias gradient."""
         grad: Operands = carry.cast() if isinstance(carry, PendingCast) else carry
         bias_grad = grad.bias_grad
-        missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
-        dense = grad.columnwise if plan.needs_weight else grad.rowwise
-        if missing_bias and isinstance(dense, torch.Tensor) and _separate_bias_grad(dense, plan):
-            bias_grad = dropout_add_backward(dense, None, 0.0, None, missing_bias)[1]
-            missing_bias = None
+        if plan.needs_bias and bias_grad is None:
+            # Not by the GEMM, which then takes more time than with this kernel behind it.
+            dense = grad.columnwise if plan.needs_weight else grad.rowwise
+            assert isinstance(dense, torch.Tensor)
+            bias_grad = dropout_add_backward(dense, None, 0.0, None, plan.dtype)[1]
         if not plan.needs_weight:
             return (None, bias_grad)[: self.parameter_count]
         facts = saved.facts
@@ -367,7 +363,7 @@ class Matmul(Stage):
         if quantizer is not IDENTITY and target.main_grad is not None:
             # The debugger sees the gradient of this call before it is added to `main_grad`.
             first_target = gemm.WgradTarget(target.main_grad.dtype)
-        dw, summed = gemm.wgrad(grad.columnwise, x, first_target, fast, missing_bias, self.name)
+        dw = gemm.wgrad(grad.columnwise, x, first_target, fast, self.name)
         if quantizer is not IDENTITY:
             assert dw is not None
             dw = quantizer.process_gemm_output(dw)
@@ -376,8 +372,8 @@ class Matmul(Stage):
                 target.store(dw)
                 dw = None
             else:  # accumulation in the GEMM rounds otherwise: repeat it as without inspection
-                dw, _ = gemm.wgrad(grad.columnwise, x, target, fast, None, self.name)
-        return (dw, summed if bias_grad is None else bias_grad)[: self.parameter_count]
+                dw = gemm.wgrad(grad.columnwise, x, target, fast, self.name)
+        return (dw, bias_grad)[: self.parameter_count]
 
 
 def _without_padding(y: torch.Tensor, x: Any, padding: int, plan: MatmulPlan) -> torch.Tensor:
@@ -395,6 +391,3 @@ def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) ->
         return True
     return request.quantizer.rounds_once
 
-
-def _separate_bias_grad(grad: torch.Tensor, plan: MatmulPlan) -> bool:
-    return not plan.needs_weight or grad.numel() >= _SEPARATE_BIAS_GRAD
