@@ -1,7 +1,13 @@
-"""Fixtures and GPU skipping for all tests; those without torch also run where it is missing."""
+"""Fixtures for all tests, and which of them run here; those without torch run where it is missing.
+
+Tests that need more GPUs than there are do not get as far as being skipped one by one, which would
+take half a minute for thousands of them. They are counted as skipped.
+"""
 
 import os
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 from garbage import collect_seldom
@@ -16,19 +22,46 @@ except ModuleNotFoundError:
     torch = None
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
+WITHOUT_GPUS = pytest.StashKey[dict[str, int]]()  # how many tests are left out, by the reason
 SAMPLED = 8  # one in so many cases of a `sampled_on_cpu` test runs on machines without a GPU
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     found = torch.cuda.device_count() if torch else 0
-    for item in items:
-        for name, least in GPUS_NEEDED.items():
-            marker = item.get_closest_marker(name)
-            needed = marker.args[0] if marker and marker.args else least
-            if marker and found < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {found}"))
+    needed = [_gpus_needed(item) for item in items]
+    too_many = Counter(number for number in needed if number > found)
+    config.stash[WITHOUT_GPUS] = {f"needs {n} GPU(s), found {found}": too_many[n] for n in too_many}
+    items[:] = [item for item, number in zip(items, needed, strict=True) if number <= found]
     if not found:
         _skip_most_sampled([item for item in items if not item.get_closest_marker("skip")])
+
+
+def _gpus_needed(item: pytest.Item) -> int:
+    needed = 0
+    for name, least in GPUS_NEEDED.items():
+        if marker := item.get_closest_marker(name):
+            needed = marker.args[0] if marker.args else least
+    return needed
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # of a process of xdist
+    if output is not None:
+        output["without_gpus"] = session.config.stash.get(WITHOUT_GPUS, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All processes of xdist collect the same tests."""
+    node.config.stash[WITHOUT_GPUS] = getattr(node, "workeroutput", {}).get("without_gpus", {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for reason, count in config.stash.get(WITHOUT_GPUS, {}).items():
+        place = ("tests", None, "")
+        skipped = ("tests", 0, f"Skipped: {reason}")
+        report = pytest.TestReport("tests", place, {"skip": 1}, "skipped", skipped, "setup")
+        terminalreporter.stats.setdefault("skipped", []).extend([report] * count)
 
 
 def pytest_collection_finish() -> None:
@@ -58,5 +91,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     random.seed(0)
-    if torch:
+    if torch and torch.cuda.is_available():
         torch.manual_seed(0)
+    elif torch:  # for devices that are not there torch formats the stack, which takes milliseconds
+        torch.default_generator.manual_seed(0)
