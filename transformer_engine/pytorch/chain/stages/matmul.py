@@ -390,4 +390,3 @@ def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) ->
     if request is None or not plan.fp8 or rows_of(x) % TOKEN_ALIGNMENT == 0:
         return True
     return request.quantizer.rounds_once
-
