@@ -12,7 +12,7 @@ from typing import Any
 
 from goals import GOALS, Goal
 from pages import put_into
-from training_chart import draw_trainings, training_table
+from training_chart import draw_trainings, largest_table, training_table
 
 HERE = Path(__file__).resolve().parent
 INTRODUCTION = """\
@@ -146,8 +146,9 @@ def main() -> None:
     has_chart = draw(documents, HERE / "chart.svg")
     (HERE / "README.md").write_text(render(documents, has_chart))
     draw_trainings(documents, HERE / "trainings.svg")
-    header, *lines = training_table(documents)
-    put_into(HERE.parent / "README.md", "trainings", table(header, lines))
+    for name, of_trainings in (("trainings", training_table), ("largest", largest_table)):
+        header, *lines = of_trainings(documents)
+        put_into(HERE.parent / "README.md", name, table(header, lines))
     print(f"wrote {HERE / 'README.md'} from {len(documents)} results")
 
 

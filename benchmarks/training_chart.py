@@ -1,4 +1,4 @@
-"""What `README.md` shows of complete trainings: a table, and a chart of tokens a second."""
+"""What `README.md` shows of complete trainings: two tables, and a chart of tokens a second."""
 
 from __future__ import annotations
 
@@ -14,34 +14,47 @@ YARDSTICK = "torch, compiled"
 SHOWN = {
     "torch": ("torch", "#bab0ac"),
     YARDSTICK: ("torch.compile", "#79706e"),
+    "torchao, compiled": ("torchao, FP8", "#d4a6a0"),
     "ours bf16, in graphs": ("ours, bf16", "#9ecae9"),
     "ours fp8 delayed, in graphs": ("ours, FP8", "#4c78a8"),
 }
 
 
-def trainings(documents: dict[str, Document]) -> dict[str, dict[str, Any]]:
+def trainings(documents: dict[str, Document], kind: str = "training ") -> dict[str, dict[str, Any]]:
     """The rows that are shown by model and case, of models that have them all; small ones first."""
     found = {}
     for name, document in documents.items():
         if name.startswith("training_"):
-            rows = {
-                row["case"]: row for row in document["rows"] if row["op"].startswith("training")
-            }
+            rows = {row["case"]: row for row in document["rows"] if row["op"].startswith(kind)}
             if SHOWN.keys() <= rows.keys():
-                found[rows[YARDSTICK]["op"].removeprefix("training ").split(" s")[0]] = rows
+                found[rows[YARDSTICK]["op"].removeprefix(kind).split(" s")[0]] = rows
     return dict(sorted(found.items(), key=lambda item: -item[1][YARDSTICK]["tokens_per_s"]))
 
 
 def training_table(documents: dict[str, Document]) -> list[list[str]]:
     """Thousands of tokens a second, how many times those of torch.compile, and peak memory."""
-    lines = []
-    for model, rows in trainings(documents).items():
-        cells = [
-            f"{row['tokens_per_s'] / 1e3:.0f} ({row['ratio']:.2f}x, {row['gib']:.0f} GiB)"
-            for row in (rows[case] for case in SHOWN)
+    return _table(trainings(documents), "thousand tokens a second", "{gib:.1f} GiB")
+
+
+def largest_table(documents: dict[str, Document]) -> list[list[str]]:
+    """The same with the largest batch, and how many sequences that is."""
+    found = trainings(documents, "largest batch of ")
+    return _table(found, "with the largest batch in 80 GiB", "{batch} sequences")
+
+
+def _table(found: dict[str, dict[str, Any]], title: str, size: str) -> list[list[str]]:
+    cell = "{thousands:.0f} ({ratio:.2f}x, " + size + ")"
+    lines = [
+        [
+            model,
+            *[
+                cell.format(**rows[case], thousands=rows[case]["tokens_per_s"] / 1e3)
+                for case in SHOWN
+            ],
         ]
-        lines.append([model, *cells])
-    return [["thousand tokens a second", *[name for name, _ in SHOWN.values()]], *lines]
+        for model, rows in found.items()
+    ]
+    return [[title, *[name for name, _ in SHOWN.values()]], *lines]
 
 
 def draw_trainings(documents: dict[str, Document], target: Path) -> None:
@@ -50,7 +63,9 @@ def draw_trainings(documents: dict[str, Document], target: Path) -> None:
     with figure(target, figsize=(7, 2.6)) as (whole, axes):
         for number, (case, (name, color)) in enumerate(SHOWN.items()):
             ratios = [rows[case]["ratio"] for rows in found.values()]
-            places = [place + (number - 1.5) * width for place in range(len(found))]
+            places = [
+                place + (number - (len(SHOWN) - 1) / 2) * width for place in range(len(found))
+            ]
             bars = axes.bar(places, ratios, 0.94 * width, label=name, color=color)
             axes.bar_label(bars, fmt="%.2f", padding=1)
         axes.set_xticks(range(len(found)), list(found))

@@ -197,12 +197,16 @@ def test_readme_shows_trainings_that_have_all_rows(tmp_path):
         "norm": {"rows": [{"op": "norm", "case": "8x8", "ratio": 1.0}]},
     }
     header, *lines = training_chart.training_table(documents)
-    assert header[1:] == ["torch", "torch.compile", "ours, bf16", "ours, FP8"]
+    assert header[1:] == ["torch", "torch.compile", "torchao, FP8", "ours, bf16", "ours, FP8"]
     assert [line[0] for line in lines] == ["Small", "Large"]
-    assert lines[1][-1] == "4 (4.00x, 8 GiB)"
+    assert lines[1][-1] == "5 (5.00x, 7.6 GiB)"
     target, page = tmp_path / "chart.svg", tmp_path / "page.md"
     training_chart.draw_trainings(documents, target)
     assert "Large" in target.read_text() and "Part" not in target.read_text()
+    for row in documents["training_large"]["rows"]:
+        row.update(op="largest batch of Large s64", batch=12)
+    _, *lines = training_chart.largest_table(documents)
+    assert [line[:2] for line in lines] == [["Large", "1 (1.00x, 12 sequences)"]]
     page.write_text("before\n<!-- name -->\nold\n<!-- end of name -->\nafter\n")
     pages.put_into(page, "name", "new")
     assert page.read_text() == ("before\n<!-- name -->\n\nnew\n\n<!-- end of name -->\nafter\n")
