@@ -12,6 +12,7 @@ from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.chain import compiled
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 HIDDEN = 32
@@ -56,6 +57,20 @@ def test_a_setting_that_changes_is_another_operator() -> None:
     layer.save_original_input = True
     call(torch.ones(16, HIDDEN))
     first, second = graphs.keys
+    assert first != second
+
+
+def test_other_code_has_other_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of the package must not run graphs that caches on disk keep from before."""
+    keys = []
+    for sources in ("old", "new"):
+        monkeypatch.setattr(compiled, "_hash_of_sources", lambda sources=sources: sources)
+        torch._dynamo.reset()
+        graphs = ChainGraphs()
+        call = torch.compile(te.Linear(HIDDEN, 64, device="cpu"), fullgraph=True, backend=graphs)
+        call(torch.ones(16, HIDDEN))
+        keys += graphs.keys
+    first, second = keys
     assert first != second
 
 

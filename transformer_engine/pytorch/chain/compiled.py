@@ -10,20 +10,31 @@ what takes time (parts give memory back earlier), and in checkpoints, whose poli
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from transformer_engine import __version__
+import transformer_engine
 from transformer_engine.pytorch._torch_private import compiling, constant_in_graphs
 from transformer_engine.pytorch.chain.chain_operator import ChainOperator, PartFacts, PlacedPart
 from transformer_engine.pytorch.kernels.library import composite_op, library_op
 
 # By key. A key is a hash of the parts, so an operator is never replaced.
 _OPERATORS: dict[str, ChainOperator] = {}
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    """Of this package, whose version stays the same from commit to commit."""
+    digest = hashlib.sha256(transformer_engine.__version__.encode())
+    for path in sorted(Path(transformer_engine.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @constant_in_graphs
@@ -35,8 +46,9 @@ def operator_key(values: int, parts: Sequence[Any], outputs: Sequence[int]) -> s
         parts: a tuple with the elements of a `PlacedPart` for each, facts as a tuple, too.
         outputs: see `ChainOperator`.
     """
-    # A graph that a cache on disk keeps must not meet another version's operator.
-    key = hashlib.sha256(repr((__version__, values, parts, outputs)).encode()).hexdigest()[:16]
+    # A graph that a cache on disk keeps must not meet an operator that saves other tensors.
+    text = repr((_hash_of_sources(), values, parts, outputs))
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _OPERATORS:
         placed = [PlacedPart(PartFacts(*facts), *others) for facts, *others in parts]
         _OPERATORS[key] = ChainOperator(values, placed, outputs)
