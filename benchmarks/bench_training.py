@@ -16,7 +16,8 @@ that is in memory between steps. `loss` is that of the last eight steps.
     bench_training.py --profile                           and say what the time goes to
     bench_training.py --tiny                              on a CPU, to see that all runs
 
-Each model has a file of results, so a run can be split. A row that fails says why and is left out.
+Each model has a file of results; `merge_training.py` adds those of a run of some rows to it. A row
+that fails says why and is left out.
 """
 
 from __future__ import annotations

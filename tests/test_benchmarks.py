@@ -15,6 +15,7 @@ import fidelity_gemms
 import fidelity_page
 import goals
 import harness
+import merge_training
 import pages
 import profiling
 import report
@@ -210,6 +211,26 @@ def test_readme_shows_trainings_that_have_all_rows(tmp_path):
     page.write_text("before\n<!-- name -->\nold\n<!-- end of name -->\nafter\n")
     pages.put_into(page, "name", "new")
     assert page.read_text() == ("before\n<!-- name -->\n\nnew\n\n<!-- end of name -->\nafter\n")
+
+
+def test_rows_that_a_new_run_lacks_stay_with_their_commit():
+    def document(commit, **speeds):
+        names = {"plain": "torch, compiled", "ours": "ours bf16", "graphs": "ours bf16, in graphs"}
+        rows = [
+            {"op": "training", "case": names[name], "tokens_per_s": speed, "gib": 1.0}
+            for name, speed in speeds.items()
+        ]
+        return {"commit": commit, "rows": [*rows, {"op": "bf16 over torch.compile", "ratio": 9.0}]}
+
+    old, new = document("a", plain=100, ours=130, graphs=180), document("b", plain=200, ours=220)
+    *rows, speed, memory = merge_training.merged("training_125m", old, new)["rows"]
+    of_rows = [(row["case"], row["ratio"], row.get("commit")) for row in rows]
+    assert of_rows == [
+        ("torch, compiled", 1.0, None),
+        ("ours bf16", 1.1, None),
+        ("ours bf16, in graphs", 0.9, "a"),
+    ]
+    assert (speed["ratio"], memory["ratio"]) == (1.1, 1.0)
 
 
 ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs"]

@@ -1,0 +1,62 @@
+"""Adds what a new run of bench_training has measured to the results of earlier ones.
+
+    merge_training.py FOLDER      which has training_*.json of the new run
+
+A row of the new run takes the place of an earlier one. All others stay, with the commit that they
+were measured at. Every ratio is over the yardstick that is in the table now. Bars are judged by
+rows of the new run, and those of other libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_training import ARCHITECTURES, ROWS, YARDSTICK, judge
+from harness import Report
+
+RESULTS = Path(__file__).parent / "results"
+
+Document = dict[str, Any]
+
+
+def merged(name: str, old: Document, new: Document) -> Document:
+    """The results of a file of this name, from an earlier run and a new one."""
+    _, model, *largest = name.split("_")
+    measured, earlier = ({row["case"]: row for row in _measured(run)} for run in (new, old))
+    rows = [
+        measured.get(case) or {"commit": old["commit"], **earlier[case]}
+        for case in {**earlier, **measured}
+    ]
+    (yardstick,) = (row for row in rows if row["case"] == str(YARDSTICK))
+    for row in rows:
+        row["ratio"] = round(row["tokens_per_s"] / yardstick["tokens_per_s"], 3)
+    by_case = {str(row): row for row in ROWS}
+    known = [row for row in rows if row["case"] in by_case]
+    judged = [row for row in known if "commit" not in row or not row["case"].startswith("ours")]
+    report = Report(name)  # prints the judgements; it is not saved
+    found = {by_case[row["case"]]: row for row in judged}
+    judge(report, model, ARCHITECTURES[model], found, bool(largest))
+    return {**new, "rows": [*rows, *report.rows]}
+
+
+def _measured(document: Document) -> list[dict[str, Any]]:
+    """The rows that are no judgements."""
+    return [row for row in document["rows"] if "tokens_per_s" in row]
+
+
+def main(folders: Sequence[str]) -> None:
+    """Merge each file of the folders into the one of its name."""
+    for path in sorted(path for folder in folders for path in Path(folder).glob("training_*.json")):
+        target = RESULTS / path.name
+        new = json.loads(path.read_text())
+        document = merged(path.stem, json.loads(target.read_text()), new)
+        target.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"merged {path} into {target}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
