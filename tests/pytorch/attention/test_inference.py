@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.core import query_key
+from transformer_engine.pytorch.attention.rope import embedding
 
 HIDDEN, HEADS, LONGEST = 32, 4, 24
 
@@ -50,6 +52,23 @@ def test_steps_equal_one_call(device, qkv_format, rope, window):
     assert keys.shape == values.shape == (LONGEST, 4, 2, HIDDEN // HEADS)
     assert not keys[:, 0].any()
     assert keys[:11, 1:].all()
+
+
+@torch.no_grad()
+def test_queries_and_keys_are_rotated_by_one_kernel(device, monkeypatch):
+    """Of new tokens, where they lie side by side."""
+    calls = []
+    for file in (query_key, embedding):
+        monkeypatch.setattr(
+            file, "rope", lambda *args, rope=file.rope: calls.append(1) or rope(*args)
+        )
+    layer = make_layer(device)
+    x, angles = torch.randn(5, 2, HIDDEN, device=device), angles_on(device)
+    layer(x, rotary_pos_emb=angles, inference_params=te.InferenceParams(2, LONGEST))
+    assert len(calls) == 1
+    pair = (angles, angles.clone())
+    layer(x, rotary_pos_emb=pair, inference_params=te.InferenceParams(2, LONGEST))
+    assert len(calls) == 3
 
 
 @torch.no_grad()

@@ -85,7 +85,7 @@ class Rank(NamedTuple):
         dim = sequence_dim(qkv_format)
         lengths = [lead[dim] for lead in leads]
         angles = angles_of_rank(table, lengths[0], starts, *place)
-        same = key_table.data_ptr() == table.data_ptr() and lengths[0] == lengths[1]
+        same = key_table is table and lengths[0] == lengths[1]
         key_angles = angles if same else angles_of_rank(key_table, lengths[1], key_starts, *place)
         return angles, None, None, key_angles, None, None
 
@@ -153,8 +153,9 @@ class Rotation(Part):
         check_freqs((*leads[1], groups, size), pair[1], self.qkv_format, key_ends, ranks)
         if self.qkv_format != "thd":
             query_ends = key_ends = None
-        tables = [angle_table(one) for one in pair]
-        parameters: _Parameters = (tables[0], starts, query_ends, tables[1], starts, key_ends)
+        table = angle_table(pair[0])
+        key_table = table if pair[1] is pair[0] else angle_table(pair[1])
+        parameters: _Parameters = (table, starts, query_ends, key_table, starts, key_ends)
         if ranks > 1:
             parameters = self.rank.parameters(parameters, self.qkv_format, leads)
         return self.planned(values, parameters, (self.qkv_format == "bshd", self.interleaved))
