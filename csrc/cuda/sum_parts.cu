@@ -61,13 +61,13 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kInFlight))
 template <class T, int V>
 void launch(const Parts<T>& parts, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(parts.elements, int64_t{V} * kThreads));
-  const auto launch = [&](auto kernel) {
+  const auto start = [&](auto kernel) {
     launch_dependent(kernel, blocks, kThreads, 0, stream, parts);
   };
   // All that a rank of two, four or eight receives; more in turns.
-  if (parts.count == 1) return launch(sum_parts_kernel<T, V, 1>);
-  if (parts.count <= 3) return launch(sum_parts_kernel<T, V, 3>);
-  return launch(sum_parts_kernel<T, V, 7>);
+  if (parts.count == 1) return start(sum_parts_kernel<T, V, 1>);
+  if (parts.count <= 3) return start(sum_parts_kernel<T, V, 3>);
+  return start(sum_parts_kernel<T, V, 7>);
 }
 
 template <class T>
