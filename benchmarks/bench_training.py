@@ -169,12 +169,17 @@ def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: A
             kind = "largest batch of"
             del figures["loss"]  # depends on the batch
         report.row(op=f"{kind} {sizes.name} s{sizes.sequence}", case=str(row), **figures)
-        if YARDSTICK in found:
-            for measured in report.rows:
-                speed = measured["tokens_per_s"] / found[YARDSTICK]["tokens_per_s"]
-                measured["ratio"] = round(speed, 3)
+        add_ratios(report.rows)
         report.save()
     return found
+
+
+def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """Set the ratio of measured rows, if the yardstick is among them."""
+    speeds = {row["case"]: row["tokens_per_s"] for row in rows}
+    if str(YARDSTICK) in speeds:
+        for row in rows:
+            row["ratio"] = round(row["tokens_per_s"] / speeds[str(YARDSTICK)], 3)
 
 
 def judge(report: Report, name: str, sizes: Architecture, found: Found, largest: bool) -> None:

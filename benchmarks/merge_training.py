@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_training import ARCHITECTURES, ROWS, YARDSTICK, judge
+from bench_training import ARCHITECTURES, ROWS, add_ratios, judge
 from harness import Report
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,9 +31,7 @@ def merged(name: str, old: Document, new: Document) -> Document:
         measured.get(case) or {"commit": old["commit"], **earlier[case]}
         for case in {**earlier, **measured}
     ]
-    (yardstick,) = (row for row in rows if row["case"] == str(YARDSTICK))
-    for row in rows:
-        row["ratio"] = round(row["tokens_per_s"] / yardstick["tokens_per_s"], 3)
+    add_ratios(rows)
     by_case = {str(row): row for row in ROWS}
     known = [row for row in rows if row["case"] in by_case]
     judged = [row for row in known if "commit" not in row or not row["case"].startswith("ours")]
@@ -51,6 +49,8 @@ def _measured(document: Document) -> list[dict[str, Any]]:
 def main(folders: Sequence[str]) -> None:
     """Merge each file of the folders into the one of its name."""
     for path in sorted(path for folder in folders for path in Path(folder).glob("training_*.json")):
+        if path.stem.split("_")[1] not in ARCHITECTURES:  # of bench_training_ranks
+            continue
         target = RESULTS / path.name
         new = json.loads(path.read_text())
         document = merged(path.stem, json.loads(target.read_text()), new)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from precisions import scope
-from torch import nn
+from saved_memory import saved_storages
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.autograd.graph import saved_tensors_hooks
 
 Wrap = Callable[..., Any]
 
@@ -41,14 +40,7 @@ def saved_and_run(call: Wrap, x: torch.Tensor, recipe: str) -> tuple[int, Counte
         partition_fn=min_cut_rematerialization_partition,
     )
     graph = torch.compile(call, backend=backend, fullgraph=True)
-    seen = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with scope(recipe), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with scope(recipe), saved_storages(parameters=False) as seen:
         y = graph(x)
     y.sum().backward()
     return sum(seen.values()), found

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
 from transformer_engine.pytorch.fp8.casts.padding import pad
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer, WrappingQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -131,7 +131,7 @@ class InspectedQuantizer(WrappingQuantizer):
             self.inner.record_amax(x)
         if request.bias_grad is not None and bias_grad is None and plan.modifies:
             # The bias gradient is the sum of the gradient that came, not of the modified one.
-            bias_grad = dropout_add_backward(x, None, 0.0, None, request.bias_grad)[1]
+            bias_grad = bias_gradient(x, request.bias_grad)
         result = _Modified(None, None, bias_grad)
         seen: list[torch.Tensor | None] = [None, None]
         quantized = None

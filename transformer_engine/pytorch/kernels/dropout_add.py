@@ -61,3 +61,10 @@ def dropout_add_backward(
     if launch and (data_grad is not None or bias_grad is not None):
         _C.dropout_add_backward(dout, seed, p, data_grad, bias_grad)
     return data_grad, bias_grad
+
+
+def bias_gradient(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of a bias `[cols]` from that of a sum `[..., cols]`, contiguous."""
+    summed = dropout_add_backward(grad, None, 0.0, None, dtype)[1]
+    assert summed is not None
+    return summed

@@ -163,7 +163,10 @@ class Rotation(Part):
     def __call__(self, query: torch.Tensor, key: torch.Tensor, *arguments: Any) -> Any:
         """Rotate both; where keys come from a cache, by one launch if their memory allows it."""
         cached = len(arguments) > 3 and arguments[3] is not None and not torch.is_grad_enabled()
-        both = _side_by_side(query, key) if cached else None
+        both = None
+        if cached:
+            angles, key_angles = _pair_of(arguments[0])
+            both = _side_by_side(query, key) if angles is key_angles else None
         if both is None:
             return super().__call__(query, key, *arguments)
         _, parameters = self.plan_call(incoming(query, key), *arguments)

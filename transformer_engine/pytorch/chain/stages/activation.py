@@ -91,8 +91,8 @@ class Activation(Stage):
             again,
             *form,
         )
-        side = restore(again, *form[:2])
-        return (quantizer.fused_result(request, FusedOutputs(*made)),), (side, None)
+        carry = None if again is None else (restore(again, *form[:2]), None)
+        return (quantizer.fused_result(request, FusedOutputs(*made)),), carry
 
 
 def _room_for(

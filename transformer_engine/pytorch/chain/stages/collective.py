@@ -36,7 +36,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Fp8Quantizer, Quantizer
 from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.kernels.cast import cast
-from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import (
     LazyProduct,
@@ -302,7 +302,7 @@ class Reduce(Collective):
         if not plan.needs_bias or grad.bias_grad is not None:
             return (grad.bias_grad,)
         assert isinstance(grad.rowwise, torch.Tensor)
-        return (dropout_add_backward(grad.rowwise, None, 0.0, None, plan.dtype)[1],)
+        return (bias_gradient(grad.rowwise, plan.dtype),)
 
 
 class ReduceScatter(Reduce):

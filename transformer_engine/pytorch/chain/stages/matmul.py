@@ -47,7 +47,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
 from transformer_engine.pytorch.fp8.casts.padding import pad_operands, pad_side
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY
 from transformer_engine.pytorch.kernels.cast import cast
-from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, waited
@@ -324,7 +324,8 @@ class Matmul(Stage):
             nonlocal column
             if column is None:
                 column = columnwise_of(weight, rows, plan.dtype)
-            return gemm.dgrad(rows, column, plan.dtype, plan.fast_accumulation[1], self.name, out)
+            fast = plan.fast_accumulation[1]
+            return gemm.dgrad(rows, column, plan.dtype, fast, self.name, out)
 
         if parts is not None:
             data: Any = weight.codes if isinstance(weight, Fp8Matrix) else weight
@@ -347,7 +348,7 @@ class Matmul(Stage):
             # Not by the GEMM, which then takes more time than with this kernel behind it.
             dense = grad.columnwise if plan.needs_weight else grad.rowwise
             assert isinstance(dense, torch.Tensor)
-            bias_grad = dropout_add_backward(dense, None, 0.0, None, plan.dtype)[1]
+            bias_grad = bias_gradient(dense, plan.dtype)
         if not plan.needs_weight:
             return (None, bias_grad)[: self.parameter_count]
         facts = saved.facts
