@@ -1,4 +1,4 @@
-"""FP8 and bf16 products against torch._scaled_mm and torch.mm: GPU, epilogues, host.
+"""FP8 and bf16 products against torch._scaled_mm and torch.mm: GPU, bias and sums, host.
 
 `ratio` is torch's time over ours, measured in turns on the same random data from cold L2.
 TE_GEMM_TUNE=1 first tunes every product (see tune_gemm.py), so that the rows below show what the
@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from gemm_cases import Case, cases, prepare
 from harness import Report, require_gpu, time_gpu_each, time_host_each
 from tune_gemm import TABLE, tune_all
 
-from transformer_engine.pytorch.kernels.gemm import GELU, GELU_BACKWARD, gemm, gemm_into
+from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
 
 HOST_SIZE = 256  # small enough that the GPU never holds the host up
 
@@ -57,67 +56,34 @@ def geometric_mean(ratios: list[float]) -> float:
 Ways = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 
-def epilogue_ways(tokens: int, outputs: int, inputs: int) -> dict[str, Ways]:
-    """Per epilogue: the plain product, ours with the epilogue, torch's way to the same."""
+def ways_of(tokens: int, outputs: int, inputs: int) -> dict[str, Ways]:
+    """What a product does besides: the plain product, ours with it, torch's way to the same."""
     bf16 = torch.bfloat16
     x = torch.randn(tokens, inputs, device="cuda", dtype=bf16)
     w = torch.randn(outputs, inputs, device="cuda", dtype=bf16)
     dy = torch.randn(tokens, outputs, device="cuda", dtype=bf16)
-    argument = torch.randn_like(dy)
     bias = torch.randn(outputs, device="cuda", dtype=bf16)
     main_grad = torch.zeros(outputs, inputs, device="cuda")
-    both = {"a_transposed": True, "b_transposed": True}
-    backward = {"activation": GELU_BACKWARD, "aux": argument}
-
-    def gelu(t: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(t, approximate="tanh")
-
-    def gelu_backward(t: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten.gelu_backward(t, argument, approximate="tanh")
-
-    def fprop(**options: Any) -> Callable[[], object]:
-        return lambda: gemm(x, w, bf16, **options)
-
-    def wgrad(**options: Any) -> Callable[[], object]:
-        return lambda: gemm(dy, x, bf16, **both, **options)
-
-    def torch_dgrad() -> torch.Tensor:
-        return gelu_backward(torch.mm(x, w.t()))
-
-    def into_fp32() -> None:
-        gemm_into(main_grad, dy, x, **both)
-
+    wgrad = {"a_transposed": True, "b_transposed": True}
     return {
-        "fprop + bias": (fprop(), fprop(bias=bias), lambda: torch.addmm(bias, x, w.t())),
-        "fprop + bias + gelu": (
-            fprop(),
-            fprop(bias=bias, activation=GELU),
-            lambda: gelu(torch.addmm(bias, x, w.t())),
+        "fprop + bias": (
+            lambda: gemm(x, w, bf16),
+            lambda: gemm(x, w, bf16, bias=bias),
+            lambda: torch.addmm(bias, x, w.t()),
         ),
-        "product * gelu'": (fprop(), fprop(**backward), torch_dgrad),
-        "product * gelu' + bias gradient": (
-            fprop(),
-            fprop(**backward, bias_grad=bf16),
-            lambda: torch_dgrad().sum(0),
+        "wgrad into fp32": (
+            lambda: gemm(dy, x, bf16, **wgrad),
+            lambda: gemm_into(main_grad, dy, x, **wgrad),
+            lambda: main_grad.add_(torch.mm(dy.t(), x)),
         ),
-        "wgrad + bias gradient": (
-            wgrad(),
-            wgrad(bias_grad=bf16),
-            lambda: (torch.mm(dy.t(), x), dy.sum(0)),
-        ),
-        "wgrad into fp32": (wgrad(), into_fp32, lambda: main_grad.add_(torch.mm(dy.t(), x))),
     }
 
 
-def epilogues(report: Report) -> None:
-    """What the bf16 epilogues of the library cost over the plain product, and what torch's do."""
+def additions(report: Report) -> None:
+    """What a bias, or a sum in fp32, costs over the plain bf16 product, and what torch's do."""
     sizes = (16384, 16384, 4096)
-    for name, (plain, ours, peer) in epilogue_ways(*sizes).items():
-        try:
-            timings = time_gpu_each({"plain": plain, "ours": ours, "torch": peer}, repeats=20)
-        except NotImplementedError as error:
-            report.row(op=f"bf16 {name}", case="not in the library", error=str(error))
-            continue
+    for name, (plain, ours, peer) in ways_of(*sizes).items():
+        timings = time_gpu_each({"plain": plain, "ours": ours, "torch": peer}, repeats=20)
         us = {key: timing.median_us for key, timing in timings.items()}
         report.row(
             op=f"bf16 {name}",
@@ -168,7 +134,7 @@ def main() -> None:
         tune_all(list(cases()), seconds=2.0, out=TABLE)
     report = Report("gemm")
     measure_all(["fp8", "bf16"], report)
-    epilogues(report)
+    additions(report)
     host(report)
     report.save()
 

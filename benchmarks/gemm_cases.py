@@ -118,9 +118,7 @@ def _prepare_fp8(case: Case) -> Calls:
     bf16 = torch.bfloat16
 
     def ours() -> torch.Tensor:
-        return gemm(a_codes, b_codes, bf16, scales, scales, a_format, E4M3, fast_accumulation=fast)[
-            0
-        ]
+        return gemm(a_codes, b_codes, bf16, scales, scales, a_format, E4M3, fast_accumulation=fast)
 
     def torchs() -> torch.Tensor:
         return torch._scaled_mm(a, b_columns, scale, scale, out_dtype=bf16, use_fast_accum=fast)
@@ -141,7 +139,7 @@ def _prepare_blocks(case: Case) -> Calls:
     a_fp8, b_fp8 = (t.view(FP8_TYPES[E4M3]) for t in (a, b))
 
     def ours() -> torch.Tensor:
-        return gemm(a, b, bf16, a_scales, b_scales, *formats)[0]
+        return gemm(a, b, bf16, a_scales, b_scales, *formats)
 
     def torchs() -> torch.Tensor:
         return torch._scaled_mm(a_fp8, b_fp8.t(), a_scales.t(), used, out_dtype=bf16)
@@ -164,6 +162,6 @@ def _prepare_bf16(case: Case) -> Calls:
     b_columns = b if b_transposed else b.t()
 
     def ours() -> torch.Tensor:
-        return gemm(a, b, bf16, a_transposed=a_transposed, b_transposed=b_transposed)[0]
+        return gemm(a, b, bf16, a_transposed=a_transposed, b_transposed=b_transposed)
 
     return Calls(ours, lambda: torch.mm(a_rows, b_columns))

@@ -227,9 +227,6 @@ def gemm(
     accumulate: bool,
     fast_accumulation: bool,
     bias: Tensor | None,
-    bias_grad: Tensor | None,
-    activation: int,
-    aux: Tensor | None,
     allow_tf32: bool,
 ) -> bool: ...
 def gemm_algorithm() -> list[int]: ...

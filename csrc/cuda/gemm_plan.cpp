@@ -36,24 +36,6 @@ cublasComputeType_t compute_type(const GemmKey& key) {
   return tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
-cublasLtEpilogue_t epilogue_of(const GemmKey& key) {
-  switch (key.activation) {
-    case GemmActivation::Gelu:
-      return key.has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    case GemmActivation::GeluBackward:
-      return key.has_bias_grad ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
-    case GemmActivation::None: break;
-  }
-  if (key.has_bias_grad) return CUBLASLT_EPILOGUE_BGRADB;  // the library's B is our a
-  return key.has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-}
-
-DType bias_type(const GemmKey& key) {
-  const DType result = key.problem.d;
-  if (key.has_bias_grad || !is_fp8(key.problem.a)) return result;
-  return result == DType::Float16 ? DType::Float16 : DType::BFloat16;
-}
-
 // The stored [rows, cols] of an operand, seen by the library as a column-major [cols, rows].
 MatrixLayout layout_of(DType type, int64_t outer, int64_t k, bool transposed) {
   return transposed ? MatrixLayout(type, outer, k) : MatrixLayout(type, k, outer);
@@ -81,23 +63,19 @@ void set_scale_modes([[maybe_unused]] MatmulDesc& desc, [[maybe_unused]] const G
 
 GemmKey::GemmKey(const GemmArgs& args)
     : problem(problem_of(args)),
-      activation(args.activation),
       has_bias(args.bias),
-      has_bias_grad(args.bias_grad),
       allow_tf32(args.allow_tf32),
       device(args.a.data.device.index),
       alignment{alignment_of({args.a.data.data, args.b.data.data}),
-                alignment_of({args.d.data, args.bias.data, args.bias_grad.data, args.aux.data})},
+                alignment_of({args.d.data, args.bias.data})},
       workspace_bytes(args.workspace.bytes()) {}
 
 size_t GemmKeyHash::operator()(const GemmKey& key) const {
   const GemmProblem& p = key.problem;
   uint64_t flags = 0;
-  for (const auto part : {static_cast<uint64_t>(p.a), static_cast<uint64_t>(p.b),
-                          static_cast<uint64_t>(p.d), static_cast<uint64_t>(key.activation)})
-    flags = flags << 4 | part;
-  for (const bool part : {p.a_transposed, p.b_transposed, p.fast_accumulation, key.has_bias,
-                          key.has_bias_grad, key.allow_tf32})
+  for (const DType part : {p.a, p.b, p.d}) flags = flags << 4 | static_cast<uint64_t>(part);
+  for (const bool part :
+       {p.a_transposed, p.b_transposed, p.fast_accumulation, key.has_bias, key.allow_tf32})
     flags = flags << 1 | static_cast<uint64_t>(part);
   for (const ScaleBlocks part : {p.a_blocks, p.b_blocks})
     flags = flags << 2 | static_cast<uint64_t>(part);
@@ -118,9 +96,6 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
   if (p.a_blocks != ScaleBlocks::Whole)
     out << ", with scales of " << p.a_blocks << " and " << p.b_blocks;
   if (key.has_bias) out << ", with bias";
-  if (key.activation == GemmActivation::Gelu) out << ", with GELU";
-  if (key.activation == GemmActivation::GeluBackward) out << ", with the derivative of GELU";
-  if (key.has_bias_grad) out << ", with a bias gradient";
   return out << "; m = " << p.m << ", n = " << p.n << ", k = " << p.k << ", operands aligned to "
              << key.alignment.operand_bytes << " bytes, the result and the bias to "
              << key.alignment.result_bytes;
@@ -141,16 +116,13 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
   const GemmProblem& p = key.problem;
   desc_.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
   desc_.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-  desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(key));
+  desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE,
+            key.has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT);
   if (is_fp8(p.a))
     desc_.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast_accumulation));
   if (p.a_blocks != ScaleBlocks::Whole) set_scale_modes(desc_, p);
-  if (key.has_bias || key.has_bias_grad)
-    desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(bias_type(key)));
-  if (key.activation != GemmActivation::None) {
-    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(p.d));
-    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
-  }
+  if (key.has_bias)
+    desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(gemm_bias_dtype(p.a, p.d)));
   set_pointers(args);
   algorithm_ = choose();
 }
@@ -161,9 +133,6 @@ void GemmPlan::set_pointers(const GemmArgs& args) {
     desc_.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, args.a.scales.data);
   }
   if (key_.has_bias) desc_.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias.data);
-  if (key_.has_bias_grad) desc_.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias_grad.data);
-  if (key_.activation != GemmActivation::None)
-    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, args.aux.data);
 }
 
 GemmTerms GemmPlan::terms() const {
@@ -183,15 +152,14 @@ std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
   return found;
 }
 
-// The table was measured on Hopper, with aligned tensors and without epilogues. A bias changes
-// little, the others may change the order.
+// The table was measured on Hopper, with aligned tensors and without a bias, which changes little.
 std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
   constexpr int kMeasuredOn = 90, kPackBytes = 16;
   const bool aligned =
       key_.alignment.operand_bytes >= kPackBytes && key_.alignment.result_bytes >= kPackBytes;
-  const bool light = aligned && key_.activation == GemmActivation::None && !key_.has_bias_grad &&
-                     device_limits({DeviceType::CUDA, key_.device}).capability == kMeasuredOn;
-  if (const auto row = light ? find_in_table(key_.problem) : std::nullopt)
+  const bool measured =
+      aligned && device_limits({DeviceType::CUDA, key_.device}).capability == kMeasuredOn;
+  if (const auto row = measured ? find_in_table(key_.problem) : std::nullopt)
     if (const auto built = build_algorithm(terms(), *row)) return built;
   if (!is_fp8(key_.problem.a)) return guesses(1).front();
   const auto found = guess_algorithms(terms(), key_.alignment, 1);

@@ -1,7 +1,7 @@
 // Everything about a GEMM that does not change from call to call, built once and kept.
 //
-// A call finds its plan by a key, writes the pointers that live in the descriptor (scales, bias,
-// aux) and launches. Asking the heuristic costs tens of microseconds, finding a plan less than one.
+// A call finds its plan by a key, writes the pointers that live in the descriptor (scales and bias)
+// and launches. Asking the heuristic costs tens of microseconds, finding a plan less than one.
 #pragma once
 
 #include <compare>
@@ -17,8 +17,7 @@ namespace te::cuda {
 
 struct GemmKey {
   GemmProblem problem;
-  GemmActivation activation = GemmActivation::None;
-  bool has_bias = false, has_bias_grad = false;
+  bool has_bias = false;
   bool allow_tf32 = true;
   int32_t device = 0;
   MatmulAlignment alignment;

@@ -54,8 +54,6 @@ void check_blocks(const GemmArgs& args, const Sizes& sizes) {
   require(!args.fast_accumulation, Kind::Unsupported, kOp,
           "expected split accumulation with block scales (the hardware library answers "
           "CUBLAS_STATUS_NOT_SUPPORTED to another), got fast accumulation");
-  require(args.activation == GemmActivation::None, Kind::Unsupported, kOp,
-          "Epilogue requested outside of the available: expected no activation with block scales");
 }
 
 Sizes check_operands(const GemmArgs& args) {
@@ -83,46 +81,24 @@ Sizes check_operands(const GemmArgs& args) {
   return sizes;
 }
 
-void check_matrix(const TensorView& t, const Sizes& sizes, const TensorView& like,
-                  std::string_view name) {
-  check::contiguous(t, kOp, name);
-  check::same_device(t, like, kOp, name);
-  require(t.rows() == sizes.m && t.cols() == sizes.n, Kind::Value, kOp, "expected ", name, " of ",
-          sizes.m, " x ", sizes.n, " elements, got shape ", ShapeOf{t});
-}
-
 void check_result(const GemmArgs& args, const Sizes& sizes) {
   const TensorView& a = args.a.data;
   check::high_precision(args.d, kOp, "the result");
-  check_matrix(args.d, sizes, a, "the result");
+  check::contiguous(args.d, kOp, "the result");
+  check::same_device(args.d, a, kOp, "the result");
+  require(args.d.rows() == sizes.m && args.d.cols() == sizes.n, Kind::Value, kOp,
+          "expected the result of ", sizes.m, " x ", sizes.n, " elements, got shape ",
+          ShapeOf{args.d});
   require(is_fp8(a.dtype) || args.d.dtype == a.dtype || args.d.dtype == DType::Float32, Kind::Type,
           kOp, "expected a result in ", a.dtype, " or float32 for ", a.dtype, " operands, got ",
           args.d.dtype);
 }
 
-void check_epilogue(const GemmArgs& args, const Sizes& sizes) {
+void check_bias(const GemmArgs& args, const Sizes& sizes) {
+  if (!args.bias) return;
   const TensorView& a = args.a.data;
-  const bool gelu_backward = args.activation == GemmActivation::GeluBackward;
-  if (args.bias) {
-    check::vector(args.bias, sizes.n, gemm_bias_dtype(args), kOp, "bias");
-    check::same_device(args.bias, a, kOp, "bias");
-    require(!gelu_backward, Kind::Value, kOp, "expected no bias with the derivative of GELU");
-  }
-  if (args.activation != GemmActivation::None) {
-    require(!args.accumulate, Kind::Value, kOp, "expected no activation where D accumulates");
-    check::dtype(args.aux, args.d.dtype, kOp, "aux");
-    check_matrix(args.aux, sizes, a, "aux");
-    require(sizes.n % 8 == 0, Kind::Value, kOp,
-            "expected n to be a multiple of 8 for a fused activation, got ", sizes);
-  }
-  if (!args.bias_grad) return;
-  require(!is_fp8(a.dtype), Kind::Unsupported, kOp,
-          "expected plain operands for a bias gradient (FP8: the cast kernel makes it), got ",
-          a.dtype);
-  require(args.activation != GemmActivation::Gelu && !args.bias, Kind::Value, kOp,
-          "expected a bias gradient alone or with the derivative of GELU, got a bias or GELU too");
-  check::vector(args.bias_grad, gelu_backward ? sizes.n : sizes.m, args.d.dtype, kOp, "bias_grad");
-  check::same_device(args.bias_grad, a, kOp, "bias_grad");
+  check::vector(args.bias, sizes.n, gemm_bias_dtype(a.dtype, args.d.dtype), kOp, "bias");
+  check::same_device(args.bias, a, kOp, "bias");
 }
 
 // The library's kernels for block scales are made for whole blocks.
@@ -132,15 +108,15 @@ bool is_small(const GemmArgs& args, const Sizes& sizes) {
 
 }  // namespace
 
-DType gemm_bias_dtype(const GemmArgs& args) {
-  if (!is_fp8(args.a.data.dtype)) return args.d.dtype;
-  return args.d.dtype == DType::Float16 ? DType::Float16 : DType::BFloat16;
+DType gemm_bias_dtype(DType operands, DType result) {
+  if (!is_fp8(operands)) return result;
+  return result == DType::Float16 ? DType::Float16 : DType::BFloat16;
 }
 
 bool gemm(const GemmArgs& args, Stream stream) {
   const Sizes sizes = check_operands(args);
   check_result(args, sizes);
-  check_epilogue(args, sizes);
+  check_bias(args, sizes);
   if (args.a.data.device.type == DeviceType::CPU || sizes.k == 0 || is_small(args, sizes))
     return false;
   check::contiguous(args.workspace, kOp, "the workspace");

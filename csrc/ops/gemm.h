@@ -1,4 +1,4 @@
-// gemm: D = epilogue(A * B^T), in row-major words.
+// gemm: D = A * B^T, plus D or a bias, in row-major words.
 //   D is [m, n]. A is [m, k], B is [n, k]; a `transposed` operand is stored as [k, m] or [k, n].
 //   fprop  y[M,N]  = x[M,K]  . w[N,K]^T              neither transposed
 //   dgrad  dx[M,K] = dy[M,N] . w[N,K]                B transposed
@@ -8,14 +8,10 @@
 // FP8, so callers hand in the stored transpose.
 //
 // FP8 operands whose blocks have scales of their own (both, and not both 128 x 128) contribute
-// dequantised elements to the sum; they are E4M3, and take no activation and no fast accumulation.
+// dequantised elements to the sum; they are E4M3, and take no fast accumulation.
 //
-// The epilogue works on the fp32 value v = (1/scale_a)(1/scale_b) * sum over k, in this order:
-//   v += D            with `accumulate`
-//   v += bias[n]      a row of D at a time
-//   Gelu              aux = v, v = gelu(v)           (tanh form)
-//   GeluBackward      v *= gelu'(aux)
-//   D = v             rounded once
+// D is (1/scale_a)(1/scale_b) * sum over k, in fp32, plus D with `accumulate`, plus bias[n] in each
+// row; it is rounded once.
 #pragma once
 
 #include "core/scale_blocks.h"
@@ -30,26 +26,18 @@ struct GemmOperand {
   ScaleBlocks blocks = ScaleBlocks::Whole;
 };
 
-// The numbers are part of the Python binding.
-enum class GemmActivation : int32_t { None = 0, Gelu = 1, GeluBackward = 2 };
-
 struct GemmArgs {
   GemmOperand a, b;
   TensorView d;  // [m, n]: fp32, fp16 or bf16
   bool accumulate = false;
   bool fast_accumulation = false;  // FP8: keep the tensor core's short accumulator (fprop)
   TensorView bias;                 // [n], of gemm_bias_dtype()
-  // Without an activation: [m], the sum of A over k (in wgrad: the gradient of the bias).
-  // With GeluBackward: [n], the sum of the rows of D. Of D's dtype; plain operands only.
-  TensorView bias_grad;
-  GemmActivation activation = GemmActivation::None;
-  TensorView aux;          // [m, n], of the dtype of D
-  TensorView workspace;    // CUDA: uint8, 32 MiB class
-  bool allow_tf32 = true;  // fp32 operands on the tensor cores
+  TensorView workspace;            // CUDA: uint8, 32 MiB class
+  bool allow_tf32 = true;          // fp32 operands on the tensor cores
 };
 
-// The dtype that the epilogue reads a bias in: D's own, but FP8 operands take fp16 or bf16 only.
-DType gemm_bias_dtype(const GemmArgs& args);
+// The dtype that a bias is read in: that of D, but FP8 operands take fp16 or bf16 only.
+DType gemm_bias_dtype(DType operands, DType result);
 
 // Checks, then multiplies on CUDA. False where nothing was done because the work is torch's: on
 // the CPU (nobody writes a CPU GEMM here), for k = 0, for block scales where n or k is less than a

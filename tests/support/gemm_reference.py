@@ -65,7 +65,7 @@ def product(a: Operand, b: Operand) -> torch.Tensor:
 
 
 def rounding(value: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """cuBLASLt rounds a 16-bit product before it adds D or multiplies by GELU's derivative."""
+    """cuBLASLt rounds a 16-bit product before it adds D."""
     return value.abs() * (torch.finfo(dtype).eps / 2 if device == "cuda" else 0)
 
 
@@ -99,11 +99,3 @@ def assert_close(
         f"element {worst}: got {result.flatten()[worst].item()}, expected "
         f"{expected.flatten()[worst].item()} within {bound.flatten()[worst].item():.3g}"
     )
-
-
-def gelu(v: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(v, approximate="tanh")
-
-
-def gelu_derivative(v: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(torch.ones_like(v), v, approximate="tanh")

@@ -218,7 +218,7 @@ def _run(
     gradients, all_sums = _Gradients.wanted(problem, wanted), []
     for begin in range(0, max(1, hidden.shape[0]), chunk):
         tokens = slice(begin, begin + chunk)
-        logits, _, _ = gemm(hidden[tokens], weight, hidden.dtype, bias=bias)
+        logits = gemm(hidden[tokens], weight, hidden.dtype, bias=bias)
         sums = sums_of(logits, labels[tokens], rules)
         all_sums.append(sums)
         if any(wanted):

@@ -1,4 +1,4 @@
-"""`general_gemm`: layouts, epilogues and FP8 against their definition in fp64."""
+"""`general_gemm`: layouts, bias, GELU and FP8 against their definition in fp64."""
 
 import pytest
 import torch
@@ -77,6 +77,38 @@ def test_bias_and_gelu(device: str) -> None:
     assert_near(out, torch.nn.functional.gelu(value, approximate="tanh"), 2**-6)
 
 
+@pytest.mark.parametrize("gelu", [False, True])
+def test_derivative_of_gelu_and_bias_gradient(gelu: bool, device: str) -> None:
+    a, dy = factors("NN", device, torch.bfloat16)
+    before = torch.randn(M, N, device=device, dtype=torch.bfloat16)
+    bias = torch.empty(N, device=device)
+    out, bias_grad, none, _ = general_gemm(
+        a, dy, layout="NN", gelu=gelu, gelu_in=before, bias=bias, grad=True
+    )
+    value = defined("NN", a, dy)
+    expected = torch.ops.aten.gelu_backward(value, before.double(), approximate="tanh")
+    assert none is None and bias_grad.dtype is torch.float32
+    assert_near(out, expected, 2**-6)
+    assert_near(bias_grad, expected.sum(0), 2**-6)
+
+
+def test_gelu_into_out(device: str) -> None:
+    a, b = factors("TN", device, torch.bfloat16)
+    target = torch.empty(M, N, device=device, dtype=torch.bfloat16)
+    out, _, before, _ = general_gemm(a, b, gelu=True, out=target)
+    assert out is target
+    assert_near(before, defined("TN", a, b))
+    assert_near(target, torch.nn.functional.gelu(defined("TN", a, b), approximate="tanh"), 2**-6)
+
+
+def test_sum_with_a_bias(device: str) -> None:
+    a, b = factors("TN", device, torch.bfloat16)
+    bias = torch.randn(N, device=device, dtype=torch.bfloat16)
+    target = torch.ones(M, N, device=device, dtype=torch.bfloat16)
+    assert general_gemm(a, b, out=target, accumulate=True, bias=bias)[0] is target
+    assert_near(target, 1 + defined("TN", a, b) + bias.double())
+
+
 def test_bias_gradient_and_accumulation(device: str) -> None:
     x, dy = factors("NT", device, torch.bfloat16)
     bias = torch.empty(M, device=device, dtype=torch.bfloat16)
@@ -106,6 +138,13 @@ def test_refusals() -> None:
         general_gemm(x, x, accumulate=True)
     with pytest.raises(TypeError, match=r"both factors in FP8 .* got Tensor and Float8Tensor"):
         general_gemm(x, fp8)
+    with pytest.raises(NotImplementedError, match="accumulate=True with GELU"):
+        general_gemm(x, x, out=x, accumulate=True, gelu=True)
+    with pytest.raises(NotImplementedError, match="the bias gradient of FP8 factors"):
+        general_gemm(fp8, fp8, bias=x[0], grad=True)
+    blocks = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True)(x)
+    with pytest.raises(RuntimeError, match="Epilogue requested outside of the available"):
+        general_gemm(blocks, blocks, gelu=True)
     with pytest.raises(NotImplementedError, match=r"alpha=2\.0"):
         general_gemm(x, x, alpha=2.0)
     with pytest.raises(TypeError, match="unexpected keyword argument speed"):

@@ -61,7 +61,7 @@ ONE, PAIR, SEED = torch.ones(1), torch.ones(2), torch.tensor([12345])
 FP8_OUTPUT = (fp8.E4M3, ONE, None, True, True)
 FP8_PAIR, PLAIN_PAIR = (PAIR, PAIR, fp8.E4M3, fp8.E4M3), (None, None, -1, -1)
 SCALING, UNSEEN, NUMBERS = (False, False, 0.0), (None, None), (0.5, 1.0, 0.0)
-PRODUCT, INTO = (False, False, False, None, 0, None), (False, False, True, False, None, True, None)
+PRODUCT, INTO = (False, False, False, None, True), (False, False, True, False, None, True)
 BLOCKS = block_layout(1).code(fp8.E4M3)
 CASES: dict[str, Callable[[], Arguments]] = {
     "activation_backward": lambda: (
@@ -81,7 +81,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "dropout_add_backward": lambda: (plain(), SEED, 0.5, BF16, F32),
     "dropout_add_forward": lambda: (plain(), plain(COLS), plain(), SEED, 0.5),
     "gather_amax": lambda: ("table", 3, None, "max"),
-    "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR, *PRODUCT, None, True),
+    "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR, *PRODUCT),
     "gemm_into": lambda: (plain(ROWS, 16), plain(), plain(16, COLS), *PLAIN_PAIR, *INTO),
     "merge_attention": lambda: (
         *(plain(2, 6, 4, 8), plain(2, 6, 4), plain(2, 6, 4, 8, dtype=BF16), plain(2, 6, 4)),

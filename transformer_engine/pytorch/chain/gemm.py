@@ -16,7 +16,6 @@ from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels import gemm as kernel
 
-_NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TRACED = "of a compiled graph"  # instead of a layer's name
 
@@ -112,8 +111,7 @@ def _product(
         b_transposed,
         fast_accumulation,
         bias,
-        *_NO_EPILOGUE,
-    )[0]
+    )
 
 
 class WgradTarget(NamedTuple):
@@ -228,9 +226,7 @@ def wgrad(
         not fp8,
         not fp8,
         fast_accumulation,
-        None,
-        *_NO_EPILOGUE,
-    )[0]
+    )
 
 
 @dataclass(frozen=True)

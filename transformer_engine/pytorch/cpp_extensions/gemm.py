@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.kernels import gemm as kernel
+from transformer_engine.pytorch.kernels.activation import (
+    activation_backward,
+    activation_forward,
+    activation_kind,
+)
+from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
+from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
@@ -30,6 +36,7 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 
 
 _LAYOUTS = ("TN", "NN", "NT")
+_GELU = activation_kind("gelu")
 # Other arguments, and the values of theirs that change nothing.
 _OTHERS: dict[str, tuple[object, ...]] = {
     "alpha": (1.0,),
@@ -71,7 +78,7 @@ def general_gemm(
         out_dtype: of the result; None is the (nominal) dtype of `B`.
         quantization_params: a quantizer for the result, or None.
         gelu: apply GELU (after the bias).
-        gelu_in: with `grad`, multiply by GELU's derivative at this pre-activation.
+        gelu_in: multiply by GELU's derivative at this pre-activation instead.
         accumulate: add to `out`.
         layout: `"TN"`, `"NN"` or `"NT"`.
         out: write here; its dtype takes the place of `out_dtype`.
@@ -81,8 +88,8 @@ def general_gemm(
         others: `workspace` (not needed) and other arguments at their defaults.
 
     Returns:
-        `(out, bias_grad, gelu_input, None)`: `bias_grad` with `grad` and `bias` is the sum of `B`
-        over k; `gelu_input` with `gelu` is the pre-activation.
+        `(out, bias_grad, gelu_input, None)`: `bias_grad` with `grad` and `bias` is the sum of the
+        rows of `B`, or of `out` with `gelu_in`; `gelu_input` with `gelu` is the pre-activation.
 
     Raises:
         ValueError: an unknown layout, or `accumulate` without `out`.
@@ -105,34 +112,30 @@ def general_gemm(
     b, of_b = _factor("b", A, transposed=layout != "TN")
     fast = not use_split_accumulator and (not fp8 or layout_of(of_a["a_format"]).fast_accumulation)
     sides = {**of_a, **of_b, "fast_accumulation": fast}
-    epilogue = bool(gelu) or gelu_in is not None or (bias is not None and not grad)
-    _check_target(out, accumulate, epilogue)
-    grad_dtype = bias.dtype if grad and bias is not None else None
-    if grad_dtype is not None and fp8:
-        raise NotImplementedError("[general_gemm] the bias gradient of FP8 factors")
-    if out is not None and not epilogue:
-        bias_grad = None
-        if grad_dtype is not None:
-            rows = a.shape[-1] if layout == "NT" else a.shape[:-1].numel()
-            bias_grad = a.new_empty(rows, dtype=grad_dtype)
-        kernel.gemm_into(out, a, b, accumulate=accumulate, bias_grad=bias_grad, **sides)
-        return out, bias_grad, None, None
-    activation = kernel.GELU_BACKWARD if gelu_in is not None else kernel.NO_ACTIVATION
-    result, pre_activation, bias_grad = kernel.gemm(
-        a,
-        b,
-        out.dtype if out is not None else out_dtype or B.dtype,
-        bias=None if grad else bias,
-        activation=kernel.GELU if gelu else activation,
-        aux=gelu_in,
-        bias_grad=grad_dtype,
-        **sides,
-    )
+    activated = bool(gelu) or gelu_in is not None
+    _check_target(out, accumulate, activated)
+    bias_dtype = bias.dtype if grad and bias is not None else None
+    _check_fp8(of_a.get("a_format"), activated, bias_dtype)
+    added = None if grad else bias
+    if out is None or activated:
+        dtype = out.dtype if out is not None else out_dtype or B.dtype
+        product = gemm(a, b, dtype, bias=added, **sides)
+    else:
+        product = out
+        gemm_into(out, a, b, accumulate=accumulate, bias=added, **sides)
+    before = bias_grad = None
+    if bias_dtype is not None and gelu_in is None:
+        bias_grad = bias_gradient(B, bias_dtype)
+    result: Any = product
+    if gelu_in is not None:
+        result, *_, bias_grad = activation_backward(product, gelu_in, _GELU, dbias=bias_dtype)
+    elif gelu:
+        before, result = product, activation_forward(product, _GELU)[0]
     if out is not None:
-        result = out.copy_(result)
+        result = result if result is out else out.copy_(result)
     elif quantization_params is not None:
         result = quantization_params(result)
-    return result, bias_grad, pre_activation, None
+    return result, bias_grad, before, None
 
 
 def _factor(name: str, x: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -148,11 +151,24 @@ def _factor(name: str, x: torch.Tensor, transposed: bool) -> tuple[torch.Tensor,
     return side.codes, {f"{name}_scales": side.scales, f"{name}_format": side.format}
 
 
-def _check_target(out: torch.Tensor | None, accumulate: bool, epilogue: bool) -> None:
+def _check_target(out: torch.Tensor | None, accumulate: bool, activated: bool) -> None:
     if accumulate and out is None:
         raise ValueError("[general_gemm] expected out with accumulate=True, got None")
-    if accumulate and epilogue:
-        raise NotImplementedError("[general_gemm] accumulate=True with a bias or GELU")
+    if accumulate and activated:
+        raise NotImplementedError("[general_gemm] accumulate=True with GELU")
+
+
+def _check_fp8(format: int | None, activated: bool, bias_dtype: torch.dtype | None) -> None:
+    """Refuse what products of FP8 factors do not give; None is the format of plain ones."""
+    if format is None:
+        return
+    if bias_dtype is not None:
+        raise NotImplementedError("[general_gemm] the bias gradient of FP8 factors")
+    if activated and layout_of(format).in_blocks:
+        raise NotImplementedError(
+            "[general_gemm] Epilogue requested outside of the available: expected no GELU with"
+            " block scales"
+        )
 
 
 def _refuse(others: dict[str, Any]) -> None:

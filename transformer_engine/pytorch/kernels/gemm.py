@@ -1,4 +1,4 @@
-"""Matrix products with fused epilogues: cuBLASLt on CUDA, torch's matmul on the CPU.
+"""Matrix products: cuBLASLt on CUDA, torch's matmul on the CPU.
 
 `csrc/ops/gemm.h` is the contract; `_define` below spells it in torch and is what runs on the CPU.
 Operands, row-major (their last axis is a row, all others count together):
@@ -10,7 +10,7 @@ Operands, row-major (their last axis is a row, all others count together):
 An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose element 0 is
 1/scale. It is never transposed by the product: hand in the transpose that the cast has stored.
 Where blocks have scales (`kernels.quantize_blocks`), those of both operands do, and one of them has
-blocks of 1 x 128; codes are E4M3, sums fp32 sums, and there is no activation.
+blocks of 1 x 128; codes are E4M3, sums fp32 sums.
 Where such a product has less than a block of columns or of terms, torch multiplies the dequantised
 operands on a GPU too.
 
@@ -37,7 +37,6 @@ from transformer_engine.pytorch.kernels.memory_views import tensor_at
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 
 PLAIN = -1
-NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
 _BIAS_ALIGNMENT = 16  # bytes
 
 
@@ -54,14 +53,13 @@ def gemm(
     b_transposed: bool = False,
     fast_accumulation: bool = False,
     bias: torch.Tensor | None = None,
-    activation: int = NO_ACTIVATION,
-    aux: torch.Tensor | None = None,
-    bias_grad: torch.dtype | None = None,
     allow_tf32: bool | None = None,
     *,
     launch: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`d = a b^T` in a fresh tensor: `[..., n]` with the leading sizes of `a`, `[m, n]` transposed.
+) -> torch.Tensor:
+    """`d = a b^T + bias` in a fresh tensor.
+
+    It is `[..., n]` with the leading sizes of `a`; `[m, n]` where `a_transposed`.
 
     Args:
         a: `[..., k]`, or `[..., m]` with the leading sizes as k where `a_transposed`.
@@ -74,19 +72,11 @@ def gemm(
         a_transposed: sum over the leading axes of `a`.
         b_transposed: sum over the leading axes of `b`.
         fast_accumulation: FP8 sums may stay in the tensor core's short accumulator.
-        bias: `[n]`, added before the activation; rounded to the result's dtype first (for FP8
-            operands: fp16 if the result is fp16, else bf16).
-        activation: 0, `GELU` or `GELU_BACKWARD` (multiply by GELU's derivative at `aux`).
-        aux: for `GELU_BACKWARD`, the pre-activation that `GELU` returned.
-        bias_grad: dtype of the bias gradient to return: `[m]`, the sum of `a` over k; with
-            `GELU_BACKWARD` `[n]`, the sum of the rows of `d`. The product makes it in the dtype
-            of `d`. Plain operands only.
+        bias: `[n]`, rounded to the result's dtype first (for FP8 operands: fp16 if the result is
+            fp16, else bf16).
         allow_tf32: multiply fp32 operands on the tensor cores, in TF32; None is what
             `torch.backends.cuda.matmul` says.
-        launch: False gives the shapes alone.
-
-    Returns:
-        `(d, aux, bias_grad)`: `aux` is the pre-activation of `GELU`, else None.
+        launch: False gives the shape alone.
     """
     n = b.shape[-1 if b_transposed else 0]
     sizes = a.shape
@@ -95,13 +85,8 @@ def gemm(
     else:
         shape = (sizes[0], n) if len(sizes) == 2 else (*sizes[:-1], n)  # a slice costs 0.3 us
     d = a.new_empty(shape, dtype=dtype)
-    if activation == GELU:
-        aux = torch.empty_like(d)
     if bias is not None:
         bias = bias_for(dtype, bias, a_format)
-    grad = None
-    if bias_grad is not None:
-        grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=dtype)
     if launch:
         if allow_tf32 is None:
             allow_tf32 = a.dtype is not torch.float32 or allows_tf32()
@@ -118,19 +103,14 @@ def gemm(
             False,
             fast_accumulation,
             bias,
-            grad,
-            activation,
-            aux,
             allow_tf32,
         )
         if not _C.gemm(*arguments):
             _define(*arguments)
-    if grad is not None and bias_grad is not None:
-        grad = cast(grad, bias_grad)
-    return d, aux if activation == GELU else None, grad
+    return d
 
 
-@library_op(writes=("d", "bias_grad"))
+@library_op(writes=("d",))
 def gemm_into(
     d: torch.Tensor,
     a: torch.Tensor,
@@ -143,21 +123,17 @@ def gemm_into(
     b_transposed: bool = False,
     accumulate: bool = True,
     fast_accumulation: bool = False,
-    bias_grad: torch.Tensor | None = None,
-    allow_tf32: bool | None = None,
     bias: torch.Tensor | None = None,
+    allow_tf32: bool | None = None,
     *,
     launch: bool = True,
 ) -> None:
     """`d += a b^T`, or `d = a b^T + bias` without `accumulate`: a product into a given tensor.
 
-    The other arguments are those of `gemm`, but `bias_grad`, too, is the tensor to write.
+    The other arguments are those of `gemm`.
     """
     if bias is not None:
         bias = bias_for(d.dtype, bias, a_format)
-    grad = bias_grad
-    if bias_grad is not None and bias_grad.dtype is not d.dtype:
-        grad = torch.empty_like(bias_grad, dtype=d.dtype)
     if launch:
         if allow_tf32 is None:
             allow_tf32 = a.dtype is not torch.float32 or allows_tf32()
@@ -174,27 +150,16 @@ def gemm_into(
             accumulate,
             fast_accumulation,
             bias,
-            grad,
-            NO_ACTIVATION,
-            None,
             allow_tf32,
         )
         if not _C.gemm(*arguments):
             _define(*arguments)
-        if bias_grad is not None and grad is not None and grad is not bias_grad:
-            _C.cast(grad, bias_grad)
 
 
 def bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:
-    """The bias in the dtype that the epilogue reads (`te::gemm_bias_dtype`)."""
+    """The bias in the dtype that the product reads (`te::gemm_bias_dtype`)."""
     wanted = dtype if a_format == PLAIN or dtype is torch.float16 else torch.bfloat16
     return cast(bias, wanted)
-
-
-def _bias_grad_size(a: torch.Tensor, a_transposed: bool, n: int, activation: int) -> int:
-    if activation == GELU_BACKWARD:
-        return n
-    return a.shape[-1] if a_transposed else a.shape[:-1].numel()
 
 
 @torch.no_grad()
@@ -211,9 +176,6 @@ def _define(
     accumulate: bool,
     fast_accumulation: bool,
     bias: torch.Tensor | None,
-    bias_grad: torch.Tensor | None,
-    activation: int,
-    aux: torch.Tensor | None,
     allow_tf32: bool,
 ) -> None:
     """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
@@ -222,8 +184,7 @@ def _define(
         # cuBLASLt adds no bias to FP8 products that lies anywhere, in an optimizer's buffer say.
         if bias is not None and bias.data_ptr() % _BIAS_ALIGNMENT:
             sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
-            rest = (bias.clone(), bias_grad, activation, aux, allow_tf32)
-            if _C.gemm(d, *sides, accumulate, fast_accumulation, *rest):
+            if _C.gemm(d, *sides, accumulate, fast_accumulation, bias.clone(), allow_tf32):
                 return
         sizes = d.shape[:-1].numel(), b.shape[0], b.shape[-1]
         _announce_replacement(d.device.index, sizes, layout_of(a_format))
@@ -231,12 +192,9 @@ def _define(
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
         if accumulate:
             value += d.view(value.shape)
-        value = _activate(value, bias, activation, aux)
+        if bias is not None:
+            value += bias
         d.copy_(value.view(d.shape))
-        if bias_grad is not None:
-            backward = activation == GELU_BACKWARD
-            summands = value.t() if backward else _matrix(a, None, PLAIN, a_transposed)
-            bias_grad.copy_(summands.sum(1))
 
 
 def _announce_replacement(index: int, sizes: tuple[int, int, int], layout: ScaleLayout) -> None:
@@ -329,18 +287,3 @@ def _product_of_codes(
     value = a.new_empty((plain_a.shape[0], plain_b.shape[0]), dtype=torch.float32)
     gemm_into(value, plain_a, plain_b, accumulate=False)
     return value
-
-
-def _activate(
-    value: torch.Tensor, bias: torch.Tensor | None, activation: int, aux: torch.Tensor | None
-) -> torch.Tensor:
-    """Bias and activation; `GELU` writes its argument to `aux`."""
-    if bias is not None:
-        value = value + bias
-    if activation == NO_ACTIVATION or aux is None:
-        return value
-    if activation == GELU:
-        aux.copy_(value.view(aux.shape))
-        return torch.nn.functional.gelu(value, approximate="tanh")
-    argument = aux.view(value.shape).to(torch.float32)
-    return torch.ops.aten.gelu_backward(value, argument, approximate="tanh")
