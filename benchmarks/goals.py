@@ -76,11 +76,11 @@ GOALS = [
     Goal("its backward", ">= 0.90 of copy", "-", "softmax", r"dropout_add backward( dbias)?"),
     Goal("rotary position embedding", ">= 0.85 of copy", "-", "rope", r"rope (forward|backward)"),
     Goal(
-        "merging attention over parts of the keys",
+        "merging attention over parts of the keys, and sums of parts",
         ">= 0.85 of copy",
         "-",
-        "merge_attention",
-        r"merge_attention",
+        "merge_parts",
+        r"merge_parts (attention|sum)",
     ),
     Goal(
         "attention, over the best library",

@@ -238,11 +238,14 @@ def gemm_use(algorithm: Sequence[int]) -> bool: ...
 def gemm_use_guess() -> None: ...
 def is_recording() -> bool: ...
 def left_out() -> list[tuple[str, str, str]]: ...
-def merge_attention(
+def merge_parts(
     out: Tensor | None,
     log_sum_exp: Tensor | None,
-    part: Tensor | None,
-    part_log_sum_exp: Tensor | None,
+    parts: Sequence[Tensor | None],
+    part_log_sum_exps: Sequence[Tensor | None],
+    begins: Sequence[int],
+    token_axis: int,
+    fresh: bool,
 ) -> None: ...
 def merge_rows(
     rows: Tensor | None, kinds: Tensor | None, into: Tensor | None, active: Tensor | None

@@ -1,33 +1,46 @@
-// The arithmetic of merging attention over two sets of keys, shared by both backends.
+// The arithmetic of merging attention over sets of keys, shared by both backends.
 #pragma once
 
 #include <cmath>
 #include <limits>
 
-#include "core/dropout.h"
 #include "core/hd.h"
 
 namespace te {
 
-// The part's share of the softmax over the keys of both; 0 where the part has no key.
-TE_HD float share_of_part(float log_sum_exp, float of_part) {
-  constexpr float kNoKey = -std::numeric_limits<float>::infinity();
-  return of_part == kNoKey ? 0.0f : 1.0f / (1.0f + std::exp(log_sum_exp - of_part));
+inline constexpr float kNoKey = -std::numeric_limits<float>::infinity();
+
+// The one log-sum-exp that says that there is no key; attention backends write either infinity.
+TE_HD float with_no_key(float log_sum_exp) {
+  return std::isinf(log_sum_exp) ? kNoKey : log_sum_exp;
 }
 
-// log(exp(a) + exp(b)); -Inf where both are.
-TE_HD float log_of_sum(float a, float b) {
-  const float apart = a == b ? 0.0f : std::fabs(a - b);  // equal infinities have no difference
-  return (a > b ? a : b) + std::log1p(std::exp(-apart));
-}
-
-// torch.lerp(value, part, share): a step from the nearer end, so that both ends are exact. Share 1
-// takes nothing of `value`, whatever it is; share 0 is the caller's, who leaves the row as it is.
-TE_HD float merged(float value, float part, float share) {
-  const bool from_part = share >= 0.5f;
-  const float step = from_part ? share - 1.0f : share;
-  const float sum = (from_part ? part : value) + rounded_product(step, part - value);
-  return share == 1.0f ? part : sum;
+// Makes weights of log-sum-exps: the share that each set of keys has in the softmax over all of
+// them, 0 for a set without keys, and exactly 1 where no other set has any. Returns the log-sum-exp
+// of all.
+template <int n>
+TE_HD float shares_of(float (&sums)[n]) {
+  float most = kNoKey, merged = kNoKey;
+  int with_keys = 0;
+  for (int k = 0; k < n; ++k) {
+    const bool has_keys = sums[k] != kNoKey;
+    with_keys += has_keys ? 1 : 0;
+    merged = has_keys ? sums[k] : merged;
+    most = sums[k] > most ? sums[k] : most;
+  }
+  if (with_keys <= 1) {
+    for (int k = 0; k < n; ++k) sums[k] = sums[k] == kNoKey ? 0.0f : 1.0f;
+    return merged;
+  }
+  float total = 0.0f;
+  for (int k = 0; k < n; ++k) {
+    sums[k] = std::exp(sums[k] - most);
+    total += sums[k];
+  }
+  const float inverse = 1.0f / total;
+  // A set without keys stays out where another one has NaN.
+  for (int k = 0; k < n; ++k) sums[k] = sums[k] == 0.0f ? 0.0f : sums[k] * inverse;
+  return most + std::log(total);
 }
 
 }  // namespace te

@@ -14,7 +14,7 @@
 #include "ops/dropout_add.h"
 #include "ops/gemm.h"
 #include "ops/gemm_tuning.h"
-#include "ops/merge_attention.h"
+#include "ops/merge_parts.h"
 #include "ops/moments.h"
 #include "ops/norm.h"
 #include "ops/one_shot.h"
@@ -79,7 +79,7 @@ void cast_moments(const CastMomentsArgs&, Stream) { absent("cast_moments"); }
 void merge_rows(const MergeRowsArgs&, Stream) { absent("merge_rows"); }
 void delayed_scaling_update(const DelayedScalingArgs&, Stream) { absent("delayed_scaling_update"); }
 void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
-void merge_attention(const MergeAttentionArgs&, Stream) { absent("merge_attention"); }
+void merge_parts(const MergePartsArgs&, Stream) { absent("merge_parts"); }
 void rope(const RopeArgs&, Stream) { absent("rope"); }
 void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }
 void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }

@@ -13,6 +13,8 @@ namespace {
 // How many ranks send to a rank.
 int senders_of(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
 
+int slots_of(bool ring) { return ring ? kRingSlots : kPeerSlots; }
+
 int index(PeerField field) { return static_cast<int>(field); }
 
 // What a tensor says of a group, and the places of one slot.
@@ -26,13 +28,14 @@ class Group {
     check::vector(group, group.numel(), DType::Int64, op, "group");
     require(group.device.type == DeviceType::CPU && ranks_ > 1, Kind::Value, op,
             "expected a group of two or more ranks on the CPU, got ", group);
-    require(slot >= 0 && slot < kPeerSlots, Kind::Value, op, "expected a slot of ", kPeerSlots,
+    require(slot >= 0 && slot < slots(), Kind::Value, op, "expected a slot of ", slots(),
             ", got slot ", slot);
   }
   Group(const PeerTransfer& transfer, const char* op) : Group(transfer.group, transfer.slot, op) {}
 
   int ranks() const { return ranks_; }
   bool ring() const { return at(PeerField::Ring) != 0; }
+  int slots() const { return slots_of(ring()); }
   int64_t room() const { return at(PeerField::Room); }
   char* own_memory() const { return memory_of(own()); }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
@@ -73,13 +76,13 @@ class Group {
             "expected the next rank of a ring or the previous one, got ", receiver, " from ",
             sender);
     const int number = (ring() ? std::min(distance, 2) : distance) - 1;
-    return {.data = memory_of(receiver) + room() * (kPeerSlots * number + slot_),
+    return {.data = memory_of(receiver) + room() * (slots() * number + slot_),
             .free = flag(sender, slot_ * ranks_ + receiver),
-            .arrived = flag(receiver, (kPeerSlots + slot_) * ranks_ + sender)};
+            .arrived = flag(receiver, (slots() + slot_) * ranks_ + sender)};
   }
   void* flag(int owner, int number) const {
-    const int64_t slots = kPeerSlots * senders_of(ranks_, ring()) * room();
-    return memory_of(owner) + slots + kPeerFlagBytes * number;
+    const int64_t bytes = slots() * senders_of(ranks_, ring()) * room();
+    return memory_of(owner) + bytes + kPeerFlagBytes * number;
   }
 
   int64_t* fields_;
@@ -90,7 +93,7 @@ class Group {
 }  // namespace
 
 int64_t peer_memory_bytes(int ranks, int64_t room, bool ring) {
-  return kPeerSlots * (senders_of(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
+  return slots_of(ring) * (senders_of(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
 }
 
 int64_t peer_slot_offset(const PeerTransfer& from) {
@@ -147,7 +150,7 @@ void peer_sum(const PeerSum& sum, Stream stream) {
   for (const int rank : senders) peer_receive({sum.memory, sum.group, rank, sum.slot}, stream);
   const SumParts parts{.own = own,
                        .first = group.from(senders.front()).data,
-                       .stride = kPeerSlots * group.room(),
+                       .stride = group.slots() * group.room(),
                        .count = group.ranks() - 1,
                        .bias = sum.bias,
                        .out = sum.out};

@@ -2,15 +2,15 @@
 //
 // On CUDA copy engines move them, and streams wait for flags by memory operations: neither takes a
 // multiprocessor, so a GEMM that runs meanwhile takes its usual time. On the CPU calls wait
-// themselves. A sender has two slots at each receiver. Two flags for each say whose turn it is,
-// 32-bit words that are 0 or 1:
+// themselves. A sender has two slots at each receiver, in a ring four. Two flags for each say whose
+// turn it is, 32-bit words that are 0 or 1:
 //   free     in memory of the sender: the receiver has read what was there before
 //   arrived  in memory of the receiver: the tensor is there
 // The sender clears `free` before it sends, and the receiver clears `arrived` before it sets
 // `free`. The memory of a rank holds, in this order,
-//   two slots for each rank that sends to it
-//   free     [2, ranks], 8 bytes each
-//   arrived  [2, ranks], 8 bytes each
+//   the slots of each rank that sends to it
+//   free     [slots, ranks], 8 bytes each
+//   arrived  [slots, ranks], 8 bytes each
 // Calls may be recorded, and captured into CUDA graphs.
 #pragma once
 
@@ -23,6 +23,7 @@
 namespace te {
 
 constexpr int kPeerSlots = 2;
+constexpr int kRingSlots = 4;
 constexpr int kPeerFlagBytes = 8;
 constexpr int kAllOthers = -1;  // in place of a rank
 
@@ -36,7 +37,7 @@ enum class PeerField : int {
   SendStream,  // on CUDA: a stream for sends alone
   Computed,    // on CUDA: an event, recorded when a tensor to send has been computed
   Sent,        // on CUDA: an event for each slot, recorded when its tensor has been sent
-  Room = static_cast<int>(Sent) + kPeerSlots,  // of a slot, in bytes
+  Room = static_cast<int>(Sent) + kRingSlots,  // of a slot, in bytes
   Ring,  // 1: a rank sends to the next and the previous one alone; 0: to all others
   Addresses,
 };

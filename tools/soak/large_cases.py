@@ -21,7 +21,7 @@ from transformer_engine.pytorch.kernels.amax import amax
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward, dropout_add_forward
 from transformer_engine.pytorch.kernels.gemm import gemm
-from transformer_engine.pytorch.kernels.merge_attention import merge_attention
+from transformer_engine.pytorch.kernels.merge_parts import merge_parts
 from transformer_engine.pytorch.kernels.moments import empty_moments, moments
 from transformer_engine.pytorch.kernels.norm import (
     LAYER_NORM,
@@ -205,13 +205,13 @@ def _rope(rows: int, device: str) -> Work:
     return Work((x,), lambda x: [rope(x, freqs, None, None, True, False, False)])
 
 
-def _merge_attention(rows: int, device: str) -> Work:
+def _merge_parts(rows: int, device: str) -> Work:
     tall = (values(device, rows, 256, 16, 64), values(device, rows, 256, 16, 64))
     sums = (values(device, rows, 256, 16, dtype=torch.float32) for _ in range(2))
 
     def call(out: torch.Tensor, part: torch.Tensor, *sums: torch.Tensor) -> Results:
         merged, own = out.clone(), sums[0].clone()
-        merge_attention(merged, own, part, sums[1])
+        merge_parts(merged, own, [part], [sums[1]], [0])
         return merged, own
 
     return Work((*tall, *sums), call)
@@ -348,7 +348,7 @@ CASES: dict[str, Case] = {
     "softmax_forward": Case(_softmax_forward, 1 << 20, 1),
     "softmax_backward": Case(_softmax_backward, 1 << 20, 1),
     "rope": Case(_rope, 1 << 18, 1),
-    "merge_attention": Case(_merge_attention, 1 << 18, 1),
+    "merge_parts": Case(_merge_parts, 1 << 18, 1),
     "dropout_add_forward": Case(_dropout_add_forward),
     "dropout_add_backward": Case(_dropout_add_backward),
     "gemm": Case(_gemm, exact=False),

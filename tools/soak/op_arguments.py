@@ -144,12 +144,12 @@ def _rope(d: Draw) -> tuple[Any, ...]:
     return x, freqs, None, None, d.flag(), d.flag(), d.flag()
 
 
-def _merge_attention(d: Draw) -> tuple[Any, ...]:
+def _merge_parts(d: Draw) -> tuple[Any, ...]:
     lead = (d.random.randint(1, 3), d.random.randint(1, 20), d.random.randint(1, 4))
     part = d.plain(*lead, d.one(_SIZES))
     out = d.plain(*part.shape, dtype=d.one((part.dtype, torch.float32)))
     sums, part_sums = (d.plain(*lead, dtype=torch.float32) for _ in range(2))
-    return out, sums, part, part_sums
+    return out, sums, [part], [part_sums], [0], 1, d.flag()
 
 
 def _softmax(d: Draw) -> tuple[Any, ...]:
@@ -211,7 +211,7 @@ OPERATORS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "activation_backward": lambda d: _activation(d, True),
     "gemm": _gemm,
     "rope": _rope,
-    "merge_attention": _merge_attention,
+    "merge_parts": _merge_parts,
     "softmax_forward": _softmax,
     "softmax_backward": lambda d: (
         *(d.plain(2, 3, d.rows, d.cols, dtype=d.dtype) for _ in range(2)),

@@ -83,8 +83,12 @@ __device__ __forceinline__ Bits load_here(const Bits* from) {
   return *from;
 }
 template <class T, int N>
+__device__ __forceinline__ AccessOf<T, N> load_bits_here(const T* from) {
+  return load_here(reinterpret_cast<const AccessOf<T, N>*>(from));
+}
+template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_pack_here(const T* from) {
-  const auto bits = load_here(reinterpret_cast<const AccessOf<T, N>*>(from));
+  const auto bits = load_bits_here<T, N>(from);
   return *reinterpret_cast<const Pack<T, N>*>(&bits);
 }
 

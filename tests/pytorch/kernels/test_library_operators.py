@@ -83,8 +83,9 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "gather_amax": lambda: ("table", 3, None, "max"),
     "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR, *PRODUCT),
     "gemm_into": lambda: (plain(ROWS, 16), plain(), plain(16, COLS), *PLAIN_PAIR, *INTO),
-    "merge_attention": lambda: (
-        *(plain(2, 6, 4, 8), plain(2, 6, 4), plain(2, 6, 4, 8, dtype=BF16), plain(2, 6, 4)),
+    "merge_parts": lambda: (
+        *(plain(2, 6, 4, 8), plain(2, 6, 4), [plain(2, 6, 4, 8, dtype=BF16)]),
+        *([plain(2, 6, 4)], [0], 1, False),
     ),
     "merge_rows": lambda: (rows(3, 1), torch.zeros(1, dtype=torch.int64), rows(1), None),
     "moments": lambda: (plain(), row(EMPTY_MOMENTS), None),

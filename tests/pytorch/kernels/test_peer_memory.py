@@ -18,10 +18,12 @@ class Ranks:
 
     def __init__(self, count: int, device: str, ring: bool = False, timeout: float = 60.0) -> None:
         self.count, self.device = count, device
+        self.slots = 4 if ring else 2
         size = _C.peer_memory_bytes(count, ROOM, ring)
         self.memories = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)]
         for memory in self.memories:
-            memory[-4 * count * 8 :].view(torch.int64)[: 2 * count] = 1  # all slots are free
+            flags = memory[-2 * self.slots * count * 8 :].view(torch.int64)
+            flags[: self.slots * count] = 1  # all slots are free
         addresses = [memory.data_ptr() for memory in self.memories]
         self.streams = [torch.cuda.Stream() for _ in range(count)] if device == "cuda" else []
         self.held = [self._handles() for _ in range(count)]
@@ -32,8 +34,8 @@ class Ranks:
 
     def _handles(self):
         if self.device != "cuda":
-            return None, [0] * 4
-        stream, events = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(3)]
+            return None, [0] * 6
+        stream, events = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(5)]
         for event in events:
             event.record(stream)
         return (stream, events), [stream.cuda_stream, *[event.cuda_event for event in events]]
@@ -113,7 +115,7 @@ def test_ranks_receive_what_others_send(device, count, ring, dtype) -> None:
     others = to_neighbours(count) if ring else to_all(count)
     for step in range(3):
         xs = [torch.randint(0, 255, (9, 16), device=device).to(dtype) for _ in range(count)]
-        for slot in range(2):
+        for slot in range(ranks.slots):
             found = ranks.exchange(xs, slot, others)
             for rank in range(count):
                 assert sorted(found[rank]) == sorted(others(rank)), step
@@ -155,8 +157,8 @@ def test_errors_name_what_is_wrong(device) -> None:
         _C.peer_send(x, *own, 1, 0)
     with pytest.raises(ValueError, match="expected another rank of 4, got rank 0"):
         _C.peer_receive(*own, 0, 0)
-    with pytest.raises(ValueError, match="expected a slot of 2, got slot 2"):
-        _C.peer_release(*own, 1, 2)
+    with pytest.raises(ValueError, match="expected a slot of 4, got slot 4"):
+        _C.peer_release(*own, 1, 4)
     with pytest.raises(ValueError, match="the next rank of a ring or the previous one, got 2"):
         _C.peer_send(x[:8], *own, 2, 0)
     with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):

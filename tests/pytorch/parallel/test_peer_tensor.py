@@ -12,15 +12,17 @@ class Transfer:
     """Has received a tensor already."""
 
     def __init__(self, received: torch.Tensor) -> None:
-        self.memory, self.ended = received.clone(), False
+        self.memory, self.released = received.clone(), 0
 
     def send(self, to: int, x: torch.Tensor) -> None:
         self.sent_to = to
 
-    def receive(self, sent: torch.Tensor, source: int):
-        yield source, self.memory
+    def borrow(self, sent: torch.Tensor, source: int) -> torch.Tensor:
+        return self.memory
+
+    def release(self, source: int) -> None:
         self.memory.zero_()  # the next transfer takes it
-        self.ended = True
+        self.released += 1
 
 
 @pytest.fixture
@@ -41,22 +43,33 @@ def pending(transfer, received) -> _PeerTensor:
 
 def test_waiting_copies_and_frees_the_memory(pending, transfer, received) -> None:
     assert torch.equal(pending.wait(), received)
-    assert transfer.ended
+    assert transfer.released == 1
     assert transfer.sent_to == 1
     assert torch.equal(pending.wait(), received)
 
 
-def test_what_is_lent_lies_in_the_memory_until_it_is_copied(pending, transfer, received) -> None:
+def test_what_is_lent_lies_in_the_memory_until_it_is_released(pending, transfer, received) -> None:
     lent = pending.lend()
     assert lent.data_ptr() == transfer.memory.data_ptr()
-    assert not transfer.ended
+    assert torch.equal(lent, received) and not transfer.released
+    pending.release()
+    pending.release()
+    assert transfer.released == 1
+
+
+def test_what_is_kept_is_a_copy(pending, transfer, received) -> None:
+    pending.lend()
+    pending.start_copy()
+    assert not transfer.released
     assert torch.equal(pending.keep(), received)
-    assert transfer.ended
+    assert transfer.released == 1
 
 
 def test_lending_after_another_transfer_has_waited(pending, transfer, received) -> None:
     """A later transfer needs the memory, and waits for this one, before it is lent."""
     copy = pending.wait()
     assert torch.equal(pending.lend(), received)
+    pending.start_copy()
     assert pending.keep() is copy
     assert torch.equal(copy, received)
+    assert transfer.released == 1

@@ -5,7 +5,7 @@ A stack is `[ranks, ...]`: one tensor for each rank of the group, in their order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,17 @@ class PendingReceive:
         return self._tensors
 
     def lend(self) -> Sequence[torch.Tensor]:
-        """The tensors as `wait` returns them, to be read before `keep` is called.
-
-        Until then nothing more can be received.
-        """
+        """The tensors as `wait` returns them, to be read before `release` is called."""
         return self.wait()
 
+    def release(self) -> None:
+        """Nobody reads the tensors that were lent any more, nor sends them."""
+
+    def start_copy(self) -> None:
+        """Begin to copy the tensors that were lent."""
+
     def keep(self) -> Sequence[torch.Tensor]:
-        """The tensors that were lent, to keep: copies, made while the others were read."""
+        """The tensors that were lent, or copies, to keep. They are released."""
         return self._tensors
 
 
@@ -68,41 +71,46 @@ class _PeerTensor:
         self._sent: torch.Tensor | None = x
         self._source = source
         self._stream = memory.stream
+        self._lent: torch.Tensor | None = None
         self._copy: torch.Tensor | None = None
-        self._received: Iterator[tuple[int, torch.Tensor]] = iter(())
         self._transfer = memory.start(self)
         self._transfer.send(to, x)
 
-    def _receive(self) -> torch.Tensor:
-        """The tensor in peer memory, which is free again once `_received` has ended."""
-        sent, self._sent = self._sent, None
-        assert sent is not None
-        self._received = self._transfer.receive(sent, self._source)
-        return next(self._received)[1]
-
     def wait(self) -> torch.Tensor:
-        """A copy, which also frees the peer memory."""
+        """A copy; the peer memory is free again."""
         if self._copy is None:
-            self._copy = self._receive().clone()
-            next(self._received, None)  # which ends it
+            self._copy = self.lend().clone()
+            self.release()
         return self._copy
 
     def lend(self) -> torch.Tensor:
-        """The tensor in peer memory, until `keep` is called. Another stream copies it meanwhile."""
+        """The tensor in peer memory, until `release` or `keep` is called."""
         if self._copy is not None:  # a later transfer has waited for this one already
             return self._copy
-        x = self._receive()
-        self._copy = torch.empty_like(x)
-        with on_stream(self._stream):
-            self._copy.copy_(x)
-        return x
+        sent, self._sent = self._sent, None
+        assert sent is not None
+        self._lent = self._transfer.borrow(sent, self._source)
+        return self._lent
+
+    def release(self) -> None:
+        """The peer memory is free again, once the current stream has come here."""
+        if self._lent is not None:
+            self._transfer.release(self._source)
+            self._lent = None
+
+    def start_copy(self) -> None:
+        """Copy what was lent on another stream, while the current one reads it."""
+        if self._lent is not None:
+            self._copy = torch.empty_like(self._lent)
+            with on_stream(self._stream):
+                self._copy.copy_(self._lent)
 
     def keep(self) -> torch.Tensor:
-        """The copy; the peer memory is free again."""
+        """The copy that was begun; the peer memory is free again."""
         assert self._copy is not None
         if self._stream is not None:
             torch.cuda.current_stream(self._copy.device).wait_stream(self._stream)
-        next(self._received, None)  # which ends it
+        self.release()
         return self._copy
 
 
@@ -117,6 +125,14 @@ class _PeerReceive(PendingReceive):
 
     def lend(self) -> Sequence[torch.Tensor]:
         return [one.lend() for one in self._pending]
+
+    def release(self) -> None:
+        for one in self._pending:
+            one.release()
+
+    def start_copy(self) -> None:
+        for one in self._pending:
+            one.start_copy()
 
     def keep(self) -> Sequence[torch.Tensor]:
         return [one.keep() for one in self._pending]

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_
 DEVICES = {"cuda"}
 # Smaller tensors arrive sooner otherwise: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
-_SLOTS = 2
+_SLOTS, _RING_SLOTS = 2, 4
 _ALL_OTHERS = -1  # te::kAllOthers
 _ALIGNMENT = 512
 
@@ -98,10 +98,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 class PeerMemory:
-    """Memory of this rank with two slots for each rank that sends to it, which that rank writes to.
+    """Memory of this rank with slots for each rank that sends to it, which that rank writes to.
 
     There are two slots, because a collective may start before the tensors of the previous one have
-    been read.
+    been read. A ring has four: keys and values are read while the next ones arrive.
 
     Args:
         group: process group. All its ranks must call this.
@@ -114,6 +114,7 @@ class PeerMemory:
         ranks: the number of ranks.
         others: the other ranks in the order of sending: at any time all ranks send to different
             ones.
+        slots: of each sender.
         tensors: that calls read and write beside their arguments; they persist.
         stream: on which tensors are sent; None on the CPU.
     """
@@ -125,11 +126,12 @@ class PeerMemory:
         device = mapped.own.device
         timeout = int(group_timeout(group).total_seconds() * 1000)
         held: list[Any] = [mapped]
-        handles = [0] * (2 + _SLOTS)
+        self.slots = _RING_SLOTS if ring else _SLOTS
+        handles = [0] * (2 + _RING_SLOTS)
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)
-            events = [torch.cuda.Event() for _ in range(1 + _SLOTS)]
+            events = [torch.cuda.Event() for _ in range(1 + _RING_SLOTS)]
             for event in events:
                 event.record(self.stream)  # which makes it
             handles = [self.stream.cuda_stream, *[event.cuda_event for event in events]]
@@ -139,8 +141,8 @@ class PeerMemory:
         self.tensors = (mapped.own, torch.tensor(fields, dtype=torch.int64, device="cpu"))
         # Recordings have the tensors alone, and outlive memory that was too small for later calls.
         self.tensors[1].held = held  # type: ignore[attr-defined]
-        flags = mapped.own[-2 * _SLOTS * self.ranks * 8 :].view(torch.int64)
-        flags[: _SLOTS * self.ranks].fill_(1)  # all slots are free
+        flags = mapped.own[-2 * self.slots * self.ranks * 8 :].view(torch.int64)
+        flags[: self.slots * self.ranks].fill_(1)  # all slots are free
         # Transfers that have not received yet, oldest first, each with its collective.
         self.waiting: deque[tuple[Transfer, Any]] = deque()
         self._count = 0
@@ -157,7 +159,7 @@ class PeerMemory:
         """
         if slot is None:
             self._count += 1
-            slot = self._count % _SLOTS
+            slot = self._count % self.slots
         for transfer, started in [*self.waiting]:
             if transfer.slot == slot:
                 started.wait()
@@ -217,6 +219,23 @@ class Transfer:
             yield rank, memory.received(rank, slot, like)
         _C.peer_release(*memory.tensors, _ALL_OTHERS if sender is None else sender, slot)
         self._finish()
+
+    def borrow(self, like: torch.Tensor, sender: int) -> torch.Tensor:
+        """The tensor of a rank, in peer memory, until `release`; this rank's send has ended, too.
+
+        Args:
+            like: as in `receive`.
+            sender: as in `receive`.
+        """
+        memory, slot = self.memory, self.slot
+        self._come_next()
+        _C.peer_receive(*memory.tensors, sender, slot)
+        self._finish()
+        return memory.received(sender, slot, like)
+
+    def release(self, sender: int) -> None:
+        """Let the sender write to the slot again, once the current stream has come here."""
+        _C.peer_release(*self.memory.tensors, sender, self.slot)
 
     def receive_sum(self, own: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The sum of a tensor and of those that all others have sent, in fp32, rounded once.

@@ -72,7 +72,7 @@ def attend(
             part_inputs = _inputs(rank_call, part, query, step)
             out, log_sum_exp, (backend, saved) = part_forward(part_inputs, part, needs)
             with on_stream(stream, out, log_sum_exp):
-                merger.add(part, out, log_sum_exp)
+                merger.add(part.block.queries, out, log_sum_exp)
             if any(needs):
                 own = slice(len(tensors), len(tensors) + len(saved.tensors))
                 records.append(_PartRecord(step.step, backend, saved.facts, own))
@@ -119,7 +119,7 @@ class Backward:
         self._saved_lse = saved.log_sum_exp
         self._lse = saved.log_sum_exp.masked_fill(saved.log_sum_exp == -torch.inf, torch.inf)
         self._tensors, self._records = saved.tensors[4 + TENSORS :], saved.facts
-        self._query_grad = GradSum(self.query)
+        self._query_grad = GradSum(rank_call, self.query)
         bias = rank_call.call.bias.tensor
         self._bias_grad = None
         if needs.bias and bias is not None:
@@ -127,7 +127,8 @@ class Backward:
 
     def run(self, step: KeyValues) -> tuple[GradSum, GradSum]:
         """The gradients of the keys and values of a step."""
-        call, key_grad, value_grad = self.rank_call, GradSum(step.key), GradSum(step.value)
+        call = self.rank_call
+        key_grad, value_grad = GradSum(call, step.key), GradSum(call, step.value)
         records = [record for record in self._records if record.step == step.step]
         for part, record in zip(call.parts(step.chunks), records, strict=True):
             queries, keys = part.block.queries, part.block.keys
@@ -136,9 +137,9 @@ class Backward:
             tensors = (*_inputs(call, part, self.query, step), out)
             saved_part = SavedPart(record.backend, saved)
             found = part_backward(grad, tensors, lse, part, saved_part, self.needs)
-            self._query_grad.add(call, queries, found.query)
-            key_grad.add(call, keys, found.key)
-            value_grad.add(call, keys, found.value)
+            self._query_grad.add_if_wanted(queries, found.query)
+            key_grad.add_if_wanted(keys, found.key)
+            value_grad.add_if_wanted(keys, found.value)
             if self._bias_grad is not None:
                 add_bias_gradient(self._bias_grad, found.bias, part)
         return key_grad, value_grad

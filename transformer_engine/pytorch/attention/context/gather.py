@@ -52,7 +52,7 @@ class _GatherCall:
     def reduce_scatter(self, grad: GradSum) -> torch.Tensor:
         """Sum a gradient of all tokens over the ranks, in fp32; this rank's tokens of the sum."""
         stack = to_rank_order(grad.in_fp32(), self.dim, self.ranks, self.starts)
-        return reduce_scatter_stack(stack, self.group).to(grad.like.dtype)
+        return reduce_scatter_stack(stack, self.group).to(grad.dtype)
 
 
 def forward(

@@ -8,21 +8,81 @@ import torch
 
 from transformer_engine.pytorch.attention.context.parts import AttentionPart, RankCall
 from transformer_engine.pytorch.attention.context.score_blocks import Range
-from transformer_engine.pytorch.kernels.merge_attention import merge_attention
+from transformer_engine.pytorch.kernels.merge_parts import MOST_PARTS, merge_parts
 
 
-class _PartResult(NamedTuple):
-    """The result of a part: `[..., heads, size]` and `[..., heads]` of the queries in a range."""
+class _Part(NamedTuple):
+    """What a part has for a range of tokens; `log_sum_exp` of results of attention alone."""
 
-    queries: Range
-    out: torch.Tensor
-    log_sum_exp: torch.Tensor
+    begin: int
+    values: torch.Tensor
+    log_sum_exp: torch.Tensor | None
 
 
-class OutputMerger:
-    """Merges the results of parts, each weighted by its share of the softmax.
+class _PartMerger:
+    """Merges parts: up to four with one rounding, in the dtype that they have, more in fp32.
 
-    Up to two are merged with one rounding, in the dtype that they have; more are merged in fp32.
+    Args:
+        rank_call: the call.
+        like: a tensor on the device of the parts.
+        shape: `[..., heads, size]`, of what the parts become.
+        weighted: parts are results of attention, each weighted by its share of the softmax.
+    """
+
+    def __init__(
+        self, rank_call: RankCall, like: torch.Tensor, shape: torch.Size, weighted: bool
+    ) -> None:
+        self._token_axis = 1 if rank_call.packed else rank_call.dim
+        self._packed = rank_call.packed
+        self._like, self._shape, self._weighted = like, shape, weighted
+        self._waiting: list[_Part] = []
+        self._out: torch.Tensor | None = None
+        self._log_sum_exp: torch.Tensor | None = None
+
+    def add(
+        self, range: Range, values: torch.Tensor, log_sum_exp: torch.Tensor | None = None
+    ) -> None:
+        """Add what a part has for a range of tokens. It is read later, and must not be changed."""
+        if len(self._waiting) == MOST_PARTS:
+            self._merge(torch.float32)
+        if values.stride(-1) != 1:  # as einsum leaves gradients
+            values = values.contiguous()
+        self._waiting.append(_Part(0 if self._packed else range[0], values, log_sum_exp))
+
+    def merged(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What all parts have become, and the log-sum-exp of weighted ones."""
+        alike = all([part.values.dtype is dtype for part in self._waiting])
+        out = self._merge(dtype if alike else torch.float32)
+        return out.to(dtype), self._log_sum_exp
+
+    def _merge(self, dtype: torch.dtype) -> torch.Tensor:
+        """Merge what is waiting into a tensor that begins in this dtype."""
+        waiting, self._waiting = self._waiting, []
+        out, fresh = self._out, self._out is None
+        if out is None:
+            out = self._out = self._like.new_empty(self._shape, dtype=dtype)
+            if self._weighted:
+                self._log_sum_exp = out.new_empty(self._shape[:-1], dtype=torch.float32)
+        sums = [part.log_sum_exp for part in waiting if part.log_sum_exp is not None]
+        if waiting:
+            begins = [part.begin for part in waiting]
+            values = [part.values for part in waiting]
+            merge_parts(out, self._log_sum_exp, values, sums, begins, self._token_axis, fresh)
+        elif fresh:
+            out.zero_()
+            if self._log_sum_exp is not None:
+                self._log_sum_exp.fill_(-torch.inf)
+        return out
+
+    def record_stream(self, stream: Any) -> None:
+        """Tell the allocator that another stream than that of `add` reads what was merged."""
+        for x in (self._out, self._log_sum_exp):
+            if x is not None:
+                x.record_stream(stream)
+
+
+class OutputMerger(_PartMerger):
+    """The result of attention, of the results of its parts.
 
     Args:
         rank_call: the call.
@@ -30,44 +90,14 @@ class OutputMerger:
     """
 
     def __init__(self, rank_call: RankCall, query: torch.Tensor) -> None:
-        self.rank_call = rank_call
-        self.size = rank_call.call.shape.value_size
-        self._query = query
-        self._waiting: list[_PartResult] = []
-        self.out: torch.Tensor | None = None
-        self.log_sum_exp: torch.Tensor | None = None
+        shape = torch.Size((*query.shape[:-1], rank_call.call.shape.value_size))
+        super().__init__(rank_call, query, shape, weighted=True)
 
-    def add(self, part: AttentionPart, out: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the result of a part. It may be written to."""
-        out = out.unflatten(-1, (-1, self.size))
-        self._waiting.append(_PartResult(part.block.queries, out, log_sum_exp))
-        if self.out is not None or len(self._waiting) > 2:
-            self._merge(torch.float32)
-
-    def _merge(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge what is waiting into a result that begins in this dtype."""
-        waiting, self._waiting = self._waiting, []
-        if self.out is None or self.log_sum_exp is None:
-            whole = (0, self.rank_call.queries.tokens)
-            if waiting and waiting[0].queries == whole:
-                first = waiting.pop(0)
-                self.out, self.log_sum_exp = first.out.to(dtype), first.log_sum_exp
-            else:
-                lead = self._query.shape[:-1]
-                self.out = self._query.new_zeros((*lead, self.size), dtype=dtype)
-                self.log_sum_exp = self.out.new_full(lead, -torch.inf, dtype=torch.float32)
-        for queries, out, log_sum_exp in waiting:
-            merged, merged_lse = (
-                self.rank_call.narrow(x, queries) for x in (self.out, self.log_sum_exp)
-            )
-            merge_attention(merged, merged_lse, out, log_sum_exp)
-        return self.out, self.log_sum_exp
-
-    def record_stream(self, stream: Any) -> None:
-        """Tell the allocator that another stream than that of `add` reads the result."""
-        for x in (self.out, self.log_sum_exp):
-            if x is not None:
-                x.record_stream(stream)
+    def add(
+        self, range: Range, values: torch.Tensor, log_sum_exp: torch.Tensor | None = None
+    ) -> None:
+        """See `_PartMerger.add`; heads of a result may be flat."""
+        super().add(range, values.unflatten(-1, (-1, self._shape[-1])), log_sum_exp)
 
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The result with flat heads, and its log-sum-exp.
@@ -75,85 +105,44 @@ class OutputMerger:
         Args:
             sink: scores `[heads]` of one more key, which has no value; or None.
         """
-        out, merged_lse = self._merge(self._query.dtype if sink is None else torch.float32)
+        dtype = self._like.dtype
+        out, merged_lse = self.merged(dtype if sink is None else torch.float32)
+        assert merged_lse is not None
         log_sum_exp = merged_lse
         if sink is not None:
             log_sum_exp = torch.logaddexp(merged_lse, sink.float())
             out = out * torch.exp(merged_lse - log_sum_exp).unsqueeze(-1)
-        return out.flatten(-2).to(self._query.dtype), log_sum_exp
+        return out.flatten(-2).to(dtype), log_sum_exp
 
 
-class _Summand(NamedTuple):
-    """A gradient of a range of tokens. `whole`: it has all tokens, and may be added to in place."""
-
-    grad: torch.Tensor
-    rank_call: RankCall
-    range: Range
-    whole: bool
-
-    def add_to(self, total: torch.Tensor) -> None:
-        """Add it to a gradient of all tokens."""
-        self.rank_call.narrow(total, self.range).add_(self.grad)
-
-    def placed(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A new gradient of all tokens, zero elsewhere."""
-        if self.whole:
-            return self.grad.to(dtype, copy=True)
-        call, (begin, end) = self.rank_call, self.range
-        total = like.new_empty(like.shape, dtype=dtype)
-        call.narrow(total, self.range).copy_(self.grad)
-        for rest in ((0, begin), (end, like.shape[call.dim])):
-            if rest[0] < rest[1]:
-                call.narrow(total, rest).zero_()
-        return total
-
-
-class GradSum:
-    """The sum of the gradients of parts. Up to two are added in their dtype, more in fp32.
+class GradSum(_PartMerger):
+    """The sum of the gradients of parts.
 
     Args:
+        rank_call: the call.
         like: the tensor whose gradient this is.
     """
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self.like = like
-        self._total: torch.Tensor | None = None  # fp32
-        self._summands: list[_Summand] = []  # that are not in the total
+    def __init__(self, rank_call: RankCall, like: torch.Tensor) -> None:
+        super().__init__(rank_call, like, like.shape, weighted=False)
+        self.dtype = like.dtype
 
-    def add(self, rank_call: RankCall, range: Range, grad: torch.Tensor | None) -> None:
-        """Add the gradient of a range of tokens. It may be written to."""
+    def add_if_wanted(self, range: Range, grad: torch.Tensor | None) -> None:
+        """Add the gradient of a range of tokens; None where it is not wanted."""
         if grad is not None:
-            whole = grad.shape == self.like.shape
-            self._summands.append(_Summand(grad, rank_call, range, whole))
-            if self._total is not None or len(self._summands) > 2:
-                self.in_fp32()
+            self.add(range, grad)
 
     def in_fp32(self) -> torch.Tensor:
         """The sum in fp32."""
-        for summand in self._summands:
-            if self._total is None:
-                self._total = summand.placed(self.like, torch.float32)
-            else:
-                summand.add_to(self._total)
-        self._summands = []
-        if self._total is None:
-            self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
-        return self._total
+        return self.merged(torch.float32)[0]
 
     def result(self) -> torch.Tensor:
-        """The sum in the dtype of `like`."""
-        dtype, summands = self.like.dtype, self._summands
-        alike = all([summand.grad.dtype is dtype for summand in summands])
-        if self._total is not None or len(summands) > 2 or not alike:
-            return self.in_fp32().to(dtype)
-        if not summands:
-            return self.like.new_zeros(self.like.shape)
-        first = next((summand for summand in summands if summand.whole), summands[0])
-        total = first.grad if first.whole else first.placed(self.like, dtype)
-        for summand in summands:
-            if summand is not first:
-                summand.add_to(total)
-        return total
+        """The sum in the dtype of the tensor."""
+        if self._out is None and len(self._waiting) == 1:
+            grad = self._waiting[0].values
+            if grad.shape == self._shape:
+                return grad.to(self.dtype)
+        return self.merged(self.dtype)[0]
 
 
 def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: AttentionPart) -> None:

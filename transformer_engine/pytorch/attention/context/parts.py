@@ -213,8 +213,8 @@ def part_forward(
     """Run a part.
 
     Returns:
-        The result, its log-sum-exp `[..., heads]` (-inf for queries that see no key of the part),
-        and what the backward needs.
+        The result, its log-sum-exp `[..., heads]` (infinite for queries that see no key of the
+        part), and what the backward needs.
     """
     call = part.call
     bias = call.bias.tensor
@@ -231,7 +231,6 @@ def part_forward(
         assert saved is not None
         log_sum_exp = parts.log_sum_exp(saved, call)
         stripped = parts.strip(saved, call)
-    log_sum_exp = log_sum_exp.masked_fill(log_sum_exp == torch.inf, -torch.inf)
     if part.has_keys is not None:
         log_sum_exp = log_sum_exp.masked_fill(~part.has_keys, -torch.inf)
     return out, log_sum_exp, SavedPart(backend, stripped)

@@ -27,7 +27,11 @@ from transformer_engine.pytorch.attention.context.merging import GradSum
 from transformer_engine.pytorch.attention.context.parts import RankCall
 from transformer_engine.pytorch.attention.context.score_blocks import chunks_of_rank
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.parallel.exchange import SummandExchange, send_to_next
+from transformer_engine.pytorch.parallel.exchange import (
+    PendingReceive,
+    SummandExchange,
+    send_to_next,
+)
 
 
 class _Ring:
@@ -56,15 +60,8 @@ class _Ring:
             key: of this rank.
             value: of this rank.
         """
-        current: Sequence[torch.Tensor] = (key, value)
-        for step in range(self.ranks - 1):
-            pending = send_to_next(current, self.group)
-            yield self.key_values(step, *current)
-            last = step + 2 == self.ranks  # then nothing more is received
-            current = pending.lend() if last else pending.wait()
-        yield self.key_values(self.ranks - 1, *current)
-        if self.ranks > 1:
-            self.last = pending.keep()
+        for step, found in enumerate(self._pass_round((key, value), self.ranks, keep=True)):
+            yield self.key_values(step, *found)
 
     def reverse_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
         """The steps in reverse, without the first, whose keys are this rank's own.
@@ -73,12 +70,42 @@ class _Ring:
             key: of the last step.
             value: of the last step.
         """
-        current: Sequence[torch.Tensor] = (key, value)
-        for step in range(self.ranks - 1, 0, -1):
-            pending = send_to_next(current, self.group, reverse=True) if step > 1 else None
-            yield self.key_values(step, *current)
-            if pending is not None:
-                current = pending.wait()
+        steps = range(self.ranks - 1, 0, -1)
+        found = self._pass_round((key, value), len(steps), reverse=True)
+        for step, tensors in zip(steps, found, strict=True):
+            yield self.key_values(step, *tensors)
+
+    def _pass_round(
+        self,
+        tensors: Sequence[torch.Tensor],
+        steps: int,
+        reverse: bool = False,
+        keep: bool = False,
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """The tensors of each step, which the caller reads before it asks for the next ones.
+
+        Args:
+            tensors: of the first step.
+            steps: how many.
+            reverse: they come from the next rank, not from the previous one.
+            keep: those of the last step become `last`.
+        """
+        lent: PendingReceive | None = None
+        for step in range(1, steps):
+            pending = send_to_next(tensors, self.group, reverse)
+            yield tensors
+            tensors = pending.lend()
+            if lent is not None:  # by now they have been read, and sent
+                lent.release()
+            lent = pending
+            if keep and step + 1 == steps:
+                lent.start_copy()
+        if steps > 0:
+            yield tensors
+        if lent is not None and keep:
+            self.last = lent.keep()
+        elif lent is not None:
+            lent.release()
 
     def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         owner = (self.rank - step) % self.ranks

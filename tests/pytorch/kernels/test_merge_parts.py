@@ -1,4 +1,4 @@
-"""merge_attention: against the definition in float64, and its edges, on both backends."""
+"""merge_parts: against the definition in float64, and its edges, on both backends."""
 
 import math
 
@@ -6,14 +6,18 @@ import pytest
 import torch
 from rulers import assert_bitwise
 
-from transformer_engine import _C
-from transformer_engine.pytorch.kernels.merge_attention import merge_attention
+from transformer_engine.pytorch.kernels.merge_parts import merge_parts
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 PAIRS = [(F32, F32), (F16, F16), (BF16, BF16), (F32, F16), (F32, BF16)]  # of out, of part
 # fp32 arithmetic: log-sum-exps up to 40 make the argument of exp wrong by 40 * 2^-24.
 FP32_ERROR = 4e-6
 NAN, INFINITY = float("nan"), float("inf")
+
+
+def merge_attention(out, log_sum_exp, part, part_log_sum_exp):
+    """One part, of all tokens."""
+    merge_parts(out, log_sum_exp, [part], [part_log_sum_exp], [0])
 
 
 def draw(shape, pair=(BF16, BF16), device="cpu"):
@@ -149,13 +153,13 @@ EDGES = {
     "no key at all": (-INFINITY, -INFINITY, "out", -INFINITY),
     "a part of no weight": (300.0, 1.0, "out", 300.0),
     "a part of all weight": (1.0, 300.0, "part", 300.0),
-    "an infinite score": (INFINITY, 1.0, "out", INFINITY),
-    "an infinite score in the part": (1.0, INFINITY, "part", INFINITY),
-    "infinite scores in both": (INFINITY, INFINITY, "NaN", INFINITY),
+    "no key so far, by +Inf": (INFINITY, 1.5, "part", 1.5),
+    "no key in the part, by +Inf": (1.5, INFINITY, "out", 1.5),
+    "no key at all, by +Inf": (INFINITY, INFINITY, "out", -INFINITY),
     "NaN": (NAN, 1.0, "NaN", NAN),
     "NaN, and no key in the part": (NAN, -INFINITY, "out", NAN),
     "NaN in the part": (1.0, NAN, "NaN", NAN),
-    "NaN in the part, and no key so far": (-INFINITY, NAN, "NaN", NAN),
+    "NaN in the part, and no key so far": (-INFINITY, NAN, "part", NAN),
 }
 
 
@@ -176,8 +180,8 @@ def test_edges(device, name, size, pair):
     sums, part_sums = torch.full(shape[:-1], own), torch.full(shape[:-1], of_part)
     out, sums, part, part_sums = (x.to(device) for x in (out, sums, part, part_sums))
     merge_attention(out, sums, part, part_sums)
-    assert_bitwise(out, wanted)
-    assert_bitwise(sums, torch.full(shape[:-1], total))
+    assert_bitwise(out.masked_fill(out.isnan(), NAN), wanted)
+    assert_bitwise(sums.masked_fill(sums.isnan(), NAN), torch.full(shape[:-1], total))
 
 
 def test_equal_sums_take_half_of_each(device):
@@ -221,79 +225,77 @@ def test_rows_without_elements_have_sums(device):
     assert_close(*arguments[:2], expected)
 
 
-def bad(**changes):
-    """Arguments of a good call of `_C.merge_attention`, changed."""
-    shape = (2, 3, 4, 8)
-    good = {"out": torch.zeros(shape).bfloat16(), "log_sum_exp": torch.zeros(shape[:-1])}
-    good |= {"part": torch.zeros(shape).bfloat16(), "part_log_sum_exp": torch.zeros(shape[:-1])}
-    return {**good, **changes}
+# Of parts of 8 tokens: where each begins, and how many tokens it has.
+RANGES = [[(0, 8)], [(0, 8), (4, 4), (0, 4)], [(4, 4), (0, 8), (2, 3), (7, 1)], [(1, 2)]]
 
 
-ROWS, SUMS = torch.zeros(2, 3, 4, 8).bfloat16(), torch.zeros(2, 3, 4)
-ERRORS = {
-    "rank": ({"out": ROWS[0, 0]}, ValueError, r"out of shape \(a, b, heads, size\), got \(4, 8\)"),
-    "dtype of out": ({"out": ROWS.half()}, TypeError, "float32 or bfloat16 for out, got float16"),
-    "dtype": ({"part": ROWS.double()}, TypeError, "bfloat16 for part, got float64"),
-    "narrower out": ({"part": ROWS.float()}, TypeError, "float32 or float32 for out, got bfloat16"),
-    "shape of part": (
-        {"part": ROWS[:, :2]},
-        ValueError,
-        r"shape \(2, 3, 4, 8\) for part, got \(2, 2, 4, 8\)",
-    ),
-    "strides of out": (
-        {"out": torch.zeros(2, 3, 8, 4).mT},
-        ValueError,
-        "elements of a row of out side by side, got a stride of 4",
-    ),
-    "strides of part": (
-        {"part": ROWS.mT.contiguous().mT},
-        ValueError,
-        "elements of a row of part side by side, got a stride of 4",
-    ),
-    "sums": ({"log_sum_exp": SUMS.double()}, TypeError, "float32 for log_sum_exp, got float64"),
-    "sums of the part": (
-        {"part_log_sum_exp": SUMS.half()},
-        TypeError,
-        "float32 for part_log_sum_exp, got float16",
-    ),
-    "shape of sums": (
-        {"log_sum_exp": SUMS.transpose(1, 2)},
-        ValueError,
-        r"shape \(2, 3, 4\) for log_sum_exp, got \(2, 4, 3\)",
-    ),
-    "rank of sums": (
-        {"part_log_sum_exp": SUMS[0]},
-        ValueError,
-        r"shape \(2, 3, 4\) for part_log_sum_exp, got \(3, 4\)",
-    ),
-    "repeated rows": (
-        {"out": ROWS[:1].expand(2, 3, 4, 8)},
-        ValueError,
-        "out to have memory for each element, got .* with a stride of 0",
-    ),
-    "repeated sums": (
-        {"log_sum_exp": SUMS[:, :, :1].expand(2, 3, 4)},
-        ValueError,
-        "log_sum_exp to have memory for each element",
-    ),
-    "no part": ({"part": None}, ValueError, "a tensor for part, got none"),
-    "no sums": ({"log_sum_exp": None}, ValueError, "a tensor for log_sum_exp, got none"),
-}
+def of_ranges(test):
+    """All ranges, on either axis, into a result that holds something or nothing."""
+    cases = {"ranges": RANGES, "pair": PAIRS, "size": [64, 5], "axis": [0, 1]}
+    for name, values in {**cases, "fresh": [False, True]}.items():
+        test = pytest.mark.parametrize(name, values, ids=str)(test)
+    return test
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_bad_input(name):
-    changes, kind, message = ERRORS[name]
-    with pytest.raises(kind, match=rf"\[merge_attention\] expected .*{message}"):
-        _C.merge_attention(**bad(**changes))
+def draw_parts(ranges, axis, size, pair, device):
+    """`out`, its log-sum-exp and parts for ranges of 8 tokens on an axis."""
+    shape = [3, 3, 2, size]
+    shape[axis] = 8
+    out, sums, *_ = draw(shape, pair)
+    parts, part_sums = [], []
+    for _, tokens in ranges:
+        shape[axis] = tokens
+        _, _, part, part_sum = draw(shape, pair)
+        parts.append(part.to(device))
+        part_sums.append(part_sum.to(device))
+    return out.to(device), sums.to(device), parts, part_sums
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["log_sum_exp", "part", "part_log_sum_exp"])
-def test_another_device(name):
-    changes = {name: bad()[name].cuda()}
-    with pytest.raises(ValueError, match=rf"\[merge_attention\] expected {name} on cpu"):
-        _C.merge_attention(**bad(**changes))
+@pytest.mark.sanitize
+@of_ranges
+def test_parts_of_ranges(device, ranges, pair, size, axis, fresh):
+    out, sums, parts, part_sums = draw_parts(ranges, axis, size, pair, device)
+    shape = list(out.shape)
+    summands, all_sums = [], []
+    if not fresh:
+        summands, all_sums = [out.cpu().double()], [sums.cpu().double()]
+    for (begin, tokens), part, part_sum in zip(ranges, parts, part_sums, strict=True):
+        wide = torch.zeros(shape, dtype=torch.float64)
+        wide.narrow(axis, begin, tokens).copy_(part)
+        total = torch.full(shape[:-1], -INFINITY, dtype=torch.float64)
+        total.narrow(axis, begin, tokens).copy_(part_sum)
+        summands.append(wide)
+        all_sums.append(total)
+    total = torch.stack(all_sums).logsumexp(0)
+    weights = (torch.stack(all_sums) - total).exp().nan_to_num(0.0).unsqueeze(-1)
+    stack = torch.stack(summands)
+    exact, error = (weights * stack).sum(0), (weights * stack.abs()).sum(0) * FP32_ERROR
+    if not fresh:  # where nobody has keys, out stays
+        exact = torch.where(total.isinf().unsqueeze(-1), summands[0], exact)
+    else:
+        out.fill_(NAN), sums.fill_(NAN)
+    begins = [begin for begin, _ in ranges]
+    merge_parts(out, sums, parts, part_sums, begins, axis, fresh)
+    assert_close(out, sums, (exact, total, error))
+
+
+@of_ranges
+def test_sums(device, ranges, pair, size, axis, fresh):
+    out, _, parts, _ = draw_parts(ranges, axis, size, pair, device)
+    expected = torch.zeros_like(out, dtype=F32) if fresh else out.float()
+    for (begin, tokens), part in zip(ranges, parts, strict=True):
+        expected.narrow(axis, begin, tokens).add_(part)
+    if fresh:
+        out.fill_(NAN)
+    merge_parts(out, None, parts, [], [begin for begin, _ in ranges], axis, fresh)
+    assert_bitwise(out, expected.to(out.dtype))
+
+
+def test_a_sum_of_one_part_has_its_bits(device):
+    part = torch.tensor([-0.0, 0.0, NAN, -INFINITY], device=device).view(1, 1, 1, 4)
+    out = torch.empty_like(part)
+    merge_parts(out, None, [part], [], [0], fresh=True)
+    assert_bitwise(out, part)
 
 
 def test_compiles(device):
