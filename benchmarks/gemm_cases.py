@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,12 @@ LAYERS = [
         16384,
         {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "fc2": (4096, 16384)},
     ),
-    ("h4096", 8192, {"fc1": (16384, 4096), "fc2": (4096, 16384)}),
+    ("h4096", 8192, {"fc1": (16384, 4096), "fc2": (4096, 16384), "gated": (32768, 4096)}),
+    (
+        "h8192",
+        4096,
+        {"qkv": (24576, 8192), "proj": (8192, 8192), "fc1": (28672, 8192), "fc2": (8192, 28672)},
+    ),
     (
         "h2048",
         8192,
@@ -44,6 +50,9 @@ LAYERS = [
         {"qkv": (3072, 2048), "gate_up": (11008, 2048), "fc2": (2048, 5504)},
     ),
 ]
+# Of which ranks have tensor and sequence parallel shares.
+SHARED = ("h4096", "h8192")
+RANKS = (2, 4)
 # m, n, k of products outside any layer, taken as fprop.
 SINGLE = [(8192, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048)]
 
@@ -98,6 +107,28 @@ def cases(precisions: Sequence[str] = ("fp8", "bf16")) -> Iterator[Case]:
                 yield Case(name, "wgrad", precision, outputs, inputs, tokens)
         for m, n, k in SINGLE:
             yield Case("single", "fprop", precision, m, n, k)
+        yield from shared_cases(precision)
+
+
+def shared_cases(precision: str) -> Iterator[Case]:
+    """The products of a rank, each once: the tokens of one rank come, or leave, at a time."""
+    seen: set[tuple[bool, int, int, int]] = set()
+    for (layer, tokens, linears), ranks in itertools.product(LAYERS, RANKS):
+        for linear, (outputs, inputs) in linears.items():
+            if layer not in SHARED or "qkv" not in linears:
+                continue
+            own = tokens // ranks
+            if linear in ("qkv", "fc1"):  # column parallel: gradients of inputs leave at the end
+                share, dgrad = outputs // ranks, (tokens, inputs, outputs // ranks)
+                sizes = {"fprop": (own, share, inputs), "wgrad": (share, inputs, tokens)}
+            else:
+                share, dgrad = inputs // ranks, (own, inputs // ranks, outputs)
+                sizes = {"fprop": (own, outputs, share), "wgrad": (outputs, share, tokens)}
+            for kind, (m, n, k) in {**sizes, "dgrad": dgrad}.items():
+                problem = (kind == "fprop", m, n, k)
+                if problem not in seen:
+                    seen.add(problem)
+                    yield Case(f"{layer} TP{ranks} {linear}", kind, precision, m, n, k)
 
 
 def prepare(case: Case) -> Calls:

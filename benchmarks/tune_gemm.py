@@ -1,7 +1,7 @@
 """Finds faster algorithms than cuBLASLt's first guess and writes csrc/cuda/policy/gemm_table.inc.
 
     PYTHONPATH=. python benchmarks/tune_gemm.py [--out FILE] [--seconds PER_PRODUCT]
-        [--precision bf16 | fp8 | "fp8 blocks"]... [--layer h768]...
+        [--precision bf16 | fp8 | "fp8 blocks"]... [--layer h768 | TP2]...
 
 For each product of gemm_cases.py: time the heuristic's guesses, then climb from the best through
 its neighbours until the time is up, then let the finalists run against the first guess in turns.
@@ -190,6 +190,6 @@ if __name__ == "__main__":
     chosen = [
         case
         for case in cases(options.precision or ("fp8", "fp8 blocks", "bf16"))
-        if options.layer is None or case.name.split()[0] in options.layer
+        if options.layer is None or set(case.name.split()) & set(options.layer)
     ]
     tune_all(chosen, options.seconds, options.out)
