@@ -13,7 +13,7 @@ namespace {
 // How many ranks send to a rank.
 int senders_of(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
 
-int slots_of(bool ring) { return ring ? kRingSlots : kPeerSlots; }
+int slots_of(int ranks, bool ring) { return ring && ranks > 2 ? kRingSlots : kPeerSlots; }
 
 int index(PeerField field) { return static_cast<int>(field); }
 
@@ -35,7 +35,7 @@ class Group {
 
   int ranks() const { return ranks_; }
   bool ring() const { return at(PeerField::Ring) != 0; }
-  int slots() const { return slots_of(ring()); }
+  int slots() const { return slots_of(ranks_, ring()); }
   int64_t room() const { return at(PeerField::Room); }
   char* own_memory() const { return memory_of(own()); }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
@@ -93,7 +93,8 @@ class Group {
 }  // namespace
 
 int64_t peer_memory_bytes(int ranks, int64_t room, bool ring) {
-  return slots_of(ring) * (senders_of(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
+  return slots_of(ranks, ring) *
+         (senders_of(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
 }
 
 int64_t peer_slot_offset(const PeerTransfer& from) {

@@ -2,8 +2,8 @@
 //
 // On CUDA copy engines move them, and streams wait for flags by memory operations: neither takes a
 // multiprocessor, so a GEMM that runs meanwhile takes its usual time. On the CPU calls wait
-// themselves. A sender has two slots at each receiver, in a ring four. Two flags for each say whose
-// turn it is, 32-bit words that are 0 or 1:
+// themselves. A sender has two slots at each receiver, in a ring of more than two ranks four. Two
+// flags for each say whose turn it is, 32-bit words that are 0 or 1:
 //   free     in memory of the sender: the receiver has read what was there before
 //   arrived  in memory of the receiver: the tensor is there
 // The sender clears `free` before it sends, and the receiver clears `arrived` before it sets

@@ -18,7 +18,7 @@ class Ranks:
 
     def __init__(self, count: int, device: str, ring: bool = False, timeout: float = 60.0) -> None:
         self.count, self.device = count, device
-        self.slots = 4 if ring else 2
+        self.slots = 4 if ring and count > 2 else 2
         size = _C.peer_memory_bytes(count, ROOM, ring)
         self.memories = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)]
         for memory in self.memories:

@@ -101,7 +101,8 @@ class PeerMemory:
     """Memory of this rank with slots for each rank that sends to it, which that rank writes to.
 
     There are two slots, because a collective may start before the tensors of the previous one have
-    been read. A ring has four: keys and values are read while the next ones arrive.
+    been read. A ring of more than two ranks has four: keys and values are read while the next
+    ones arrive.
 
     Args:
         group: process group. All its ranks must call this.
@@ -126,7 +127,7 @@ class PeerMemory:
         device = mapped.own.device
         timeout = int(group_timeout(group).total_seconds() * 1000)
         held: list[Any] = [mapped]
-        self.slots = _RING_SLOTS if ring else _SLOTS
+        self.slots = _RING_SLOTS if ring and self.ranks > 2 else _SLOTS
         handles = [0] * (2 + _RING_SLOTS)
         self.stream: Any = None
         if device.type == "cuda":
