@@ -6,7 +6,9 @@
 For each product of gemm_cases.py: time the heuristic's guesses, then climb from the best through
 its neighbours until the time is up, then let the finalists run against the first guess in turns.
 A row is written where the winner takes at most `KEEP` of the first guess's time and computes the
-same. Nothing of this happens in training: the table is data, compiled in.
+same. Where it takes more, FP8 products of the forward pass have a row without an algorithm: without
+one they would take that of the nearest row (csrc/cuda/policy/gemm_table.h). Nothing of this happens
+in training: the table is data, compiled in.
 
 Products are timed in CUDA graphs, one behind the other, as they run in a model: an algorithm with
 more tiles than multiprocessors clears a counter first, which costs 4 us with the gaps around it.
@@ -50,8 +52,15 @@ class Tuned:
     tried: int
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it has fast accumulation, as the row of its problem says."""
+        return self.problem.split(", ")[8].startswith("true")
+
+    @property
     def row(self) -> str:
-        numbers = ", ".join(map(str, self.algorithm or ()))
+        if self.algorithm is None:
+            return f"{{{self.problem}, {{}}}},  // {self.guess_us:.1f} us, the first guess"
+        numbers = ", ".join(map(str, self.algorithm))
         return f"{{{self.problem}, {{{numbers}}}}},  // {self.us:.1f} us, was {self.guess_us:.1f}"
 
 
@@ -149,7 +158,7 @@ def write_table(path: Path, found: list[Tuned]) -> None:
     untouched = [line for line in lines if line.startswith("{") and not line.startswith(tuned)]
     head = [line for line in head if not line.startswith("// Measured on ")]
     head.append(f"// Measured on {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}.")
-    rows = sorted(untouched + [t.row for t in found if t.algorithm is not None])
+    rows = sorted(untouched + [t.row for t in found if t.algorithm is not None or t.is_forward])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*head, *rows]) + "\n")
     print(f"wrote {path}: {len(rows)} rows for {len(found)} products", flush=True)

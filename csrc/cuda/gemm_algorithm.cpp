@@ -28,18 +28,6 @@ constexpr std::array<Attribute, 9> kAlgorithmAttributes{{
     {CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, 2},
 }};
 
-struct TableRow {
-  GemmProblem problem;
-  GemmAlgorithm algorithm;
-};
-
-const std::vector<TableRow>& table() {
-  static const std::vector<TableRow> rows = {
-#include "cuda/policy/gemm_table.inc"
-  };
-  return rows;
-}
-
 // Enumerator of an FP8, half or single type as it is spelled in C++.
 const char* enumerator(DType t) {
   switch (t) {
@@ -172,12 +160,6 @@ std::vector<GemmAlgorithm> neighbours_of(const GemmTerms& terms, const GemmAlgor
     }
   }
   return neighbours;
-}
-
-std::optional<GemmAlgorithm> find_in_table(const GemmProblem& problem) {
-  const auto row = std::ranges::find(table(), problem, &TableRow::problem);
-  if (row == table().end()) return std::nullopt;
-  return row->algorithm;
 }
 
 }  // namespace te::cuda

@@ -159,8 +159,8 @@ std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
       key_.alignment.operand_bytes >= kPackBytes && key_.alignment.result_bytes >= kPackBytes;
   const bool measured =
       aligned && device_limits({DeviceType::CUDA, key_.device}).capability == kMeasuredOn;
-  if (const auto row = measured ? find_in_table(key_.problem) : std::nullopt)
-    if (const auto built = build_algorithm(terms(), *row)) return built;
+  if (const auto found = measured ? find_in_table(key_.problem) : std::nullopt)
+    if (const auto built = build_algorithm(terms(), *found)) return built;
   if (!is_fp8(key_.problem.a)) return guesses(1).front();
   const auto found = guess_algorithms(terms(), key_.alignment, 1);
   return found.empty() ? std::nullopt : std::optional(found.front());

@@ -1,0 +1,80 @@
+// Which algorithm a GEMM takes on Hopper: what was measured for its problem, or for one near to it.
+// Data and arithmetic without CUDA, so that a CPU test can look problems up
+// (tests/cpp/gemm_table_test.cpp).
+#pragma once
+
+#include <cmath>
+#include <compare>
+#include <optional>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/scale_blocks.h"
+#include "ops/gemm_tuning.h"
+
+namespace te::cuda {
+
+// The part of a GEMM that decides which algorithm is fast.
+struct GemmProblem {
+  int64_t m = 0, n = 0, k = 0;
+  DType a{}, b{}, d{};
+  bool a_transposed = false, b_transposed = false;
+  bool fast_accumulation = false;
+  ScaleBlocks a_blocks = ScaleBlocks::Whole, b_blocks = ScaleBlocks::Whole;
+
+  auto operator<=>(const GemmProblem&) const = default;
+};
+
+struct GemmTableRow {
+  GemmProblem problem;
+  GemmAlgorithm algorithm;  // zeros: the library's first guess, for this problem alone
+};
+
+inline const std::vector<GemmTableRow>& gemm_table() {
+  static const std::vector<GemmTableRow> rows = {
+#include "cuda/policy/gemm_table.inc"
+  };
+  return rows;
+}
+
+// The result has more than two of the largest tiles for each multiprocessor of an H200: products
+// with fewer depend on how their tiles happen to fill it, and tell nothing of each other.
+inline bool fills_the_gpu(const GemmProblem& p) {
+  constexpr int64_t kMultiprocessors = 132, kTile = 128 * 256;
+  return p.m * p.n > 2 * kMultiprocessors * kTile;
+}
+
+// How often sizes must be doubled or halved to come from one problem to the other; infinite where
+// they differ in more than sizes.
+inline double distance(const GemmProblem& p, const GemmProblem& q) {
+  GemmProblem resized = q;
+  resized.m = p.m, resized.n = p.n, resized.k = p.k;
+  if (resized != p) return INFINITY;
+  const auto doublings = [](int64_t a, int64_t b) {
+    return std::fabs(std::log2(static_cast<double>(a) / static_cast<double>(b)));
+  };
+  return doublings(p.m, q.m) + doublings(p.n, q.n) + doublings(p.k, q.k);
+}
+
+// The algorithm of the problem's own row; nothing stands for the library's first guess. A large FP8
+// product of the forward pass takes that of the nearest row, where it has none: there the first
+// guess of the library is 5 to 15 % slower than what tuning finds, at nearly all sizes. Others have
+// rows at few sizes, so their guess stays.
+inline std::optional<GemmAlgorithm> find_in_table(const GemmProblem& problem) {
+  constexpr double kFarthest = 1.5;
+  const bool looks_around = problem.fast_accumulation && fills_the_gpu(problem);
+  std::optional<GemmAlgorithm> nearest;
+  double least = kFarthest;
+  for (const GemmTableRow& row : gemm_table()) {
+    const bool is_guess = row.algorithm == GemmAlgorithm{};
+    if (row.problem == problem) return is_guess ? std::nullopt : std::optional(row.algorithm);
+    if (!looks_around || is_guess || !fills_the_gpu(row.problem)) continue;
+    if (const double found = distance(problem, row.problem); found < least) {
+      least = found;
+      nearest = row.algorithm;
+    }
+  }
+  return nearest;
+}
+
+}  // namespace te::cuda
