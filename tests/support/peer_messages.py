@@ -44,7 +44,9 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(peer_memory, "LEAST_BYTES", 0)
     patch.setattr(peer_memory, "DEVICES", {"cpu", "cuda"})
     received: list[int] = []
-    receive, receive_sum = peer_memory.Transfer.receive, peer_memory.Transfer.receive_sum
+    transfer_type = peer_memory.Transfer
+    receive, receive_sum = transfer_type.receive, transfer_type.receive_sum
+    borrow = transfer_type.borrow
 
     def counted(*arguments: Any) -> Iterator[tuple[int, torch.Tensor]]:
         for rank, part in receive(*arguments):
@@ -55,8 +57,13 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
         received.extend(transfer.memory.others)
         return receive_sum(transfer, *arguments)
 
-    patch.setattr(peer_memory.Transfer, "receive", counted)
-    patch.setattr(peer_memory.Transfer, "receive_sum", counted_sum)
+    def counted_borrow(transfer: Any, like: torch.Tensor, sender: int) -> torch.Tensor:
+        received.append(sender)
+        return borrow(transfer, like, sender)
+
+    patch.setattr(transfer_type, "receive", counted)
+    patch.setattr(transfer_type, "receive_sum", counted_sum)
+    patch.setattr(transfer_type, "borrow", counted_borrow)
     return received
 
 
