@@ -19,8 +19,8 @@ TEST(SharesOf, AreThoseOfTheExactExponentials) {
       const double total = exact[0] + exact[1] + exact[2];
       const double sum = largest + std::log(total);
       EXPECT_NEAR(shares_of(shares), sum, std::fabs(sum) * 2e-7 + 2e-7) << a << ' ' << b;
-      for (int k = 0; k < 3; ++k)
-        EXPECT_NEAR(shares[k], exact[k] / total, exact[k] / total * 1e-6) << a << ' ' << b;
+      for (int k = 0; k < 3; ++k)  // rounding a difference of 40 makes its exponential 2e-6 wrong
+        EXPECT_NEAR(shares[k], exact[k] / total, exact[k] / total * 5e-6) << a << ' ' << b;
     }
   }
 }
