@@ -234,7 +234,7 @@ def _dropout_add_backward(rows: int, device: str) -> Work:
 def _gemm(rows: int, device: str) -> Work:
     """Of a result that is large."""
     b = values(device, COLS, 512)
-    return Work((values(device, rows, 512),), lambda a: [gemm(a, b, BF16)[0]])
+    return Work((values(device, rows, 512),), lambda a: [gemm(a, b, BF16)])
 
 
 def _gemm_of_codes(rows: int, device: str) -> Work:
@@ -243,7 +243,7 @@ def _gemm_of_codes(rows: int, device: str) -> Work:
     b = torch.randint(0, 120, (64, COLS), device=device, dtype=torch.uint8)
 
     def call(a: torch.Tensor) -> Results:
-        return [gemm(a, b, BF16, one, one, E4M3, E4M3)[0]]
+        return [gemm(a, b, BF16, one, one, E4M3, E4M3)]
 
     return Work((_codes(rows, device),), call)
 
@@ -252,7 +252,7 @@ def _weight_gradient(rows: int, device: str) -> Work:
     """A sum over many rows."""
 
     def call(dy: torch.Tensor, x: torch.Tensor) -> Results:
-        return [gemm(dy, x, torch.float32, a_transposed=True, b_transposed=True)[0]]
+        return [gemm(dy, x, torch.float32, a_transposed=True, b_transposed=True)]
 
     return Work((values(device, rows, 64), values(device, rows, COLS)), call)
 
