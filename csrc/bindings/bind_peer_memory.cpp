@@ -47,6 +47,7 @@ void bind_peer_memory(pybind11::module_& m) {
   m.def("peer_sum", recordable<&sum>, arg("own"), arg("bias"), arg("out"), memory, group, slot);
   m.def("peer_release", recordable<&release>, memory, group, rank, slot);
   m.def("peer_finish", recordable<&finish>, arg("x"), memory, group, rank, slot);
+  m.def("peer_slots", &peer_slots, arg("ranks"), arg("ring"));
   m.def("peer_memory_bytes", &peer_memory_bytes, arg("ranks"), arg("room"), arg("ring"));
   m.def(
       "peer_slot_offset",

@@ -13,8 +13,6 @@ namespace {
 // How many ranks send to a rank.
 int senders_of(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
 
-int slots_of(int ranks, bool ring) { return ring && ranks > 2 ? kRingSlots : kPeerSlots; }
-
 int index(PeerField field) { return static_cast<int>(field); }
 
 // What a tensor says of a group, and the places of one slot.
@@ -35,7 +33,7 @@ class Group {
 
   int ranks() const { return ranks_; }
   bool ring() const { return at(PeerField::Ring) != 0; }
-  int slots() const { return slots_of(ranks_, ring()); }
+  int slots() const { return peer_slots(ranks_, ring()); }
   int64_t room() const { return at(PeerField::Room); }
   char* own_memory() const { return memory_of(own()); }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
@@ -92,8 +90,10 @@ class Group {
 
 }  // namespace
 
+int peer_slots(int ranks, bool ring) { return ring && ranks > 2 ? kRingSlots : kPeerSlots; }
+
 int64_t peer_memory_bytes(int ranks, int64_t room, bool ring) {
-  return slots_of(ranks, ring) *
+  return peer_slots(ranks, ring) *
          (senders_of(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
 }
 

@@ -75,6 +75,9 @@ void peer_release(const PeerTransfer& from, Stream stream);
 // Waits until the last tensor sent by way of `to.slot` has left: its memory may be used again.
 void peer_finish(const PeerTransfer& to, Stream stream);
 
+// How many slots a sender has.
+int peer_slots(int ranks, bool ring);
+
 // Bytes of the memory of each rank.
 int64_t peer_memory_bytes(int ranks, int64_t room, bool ring);
 

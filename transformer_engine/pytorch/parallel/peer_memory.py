@@ -24,7 +24,7 @@ from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_
 DEVICES = {"cuda"}
 # Smaller tensors arrive sooner otherwise: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
-_SLOTS, _RING_SLOTS = 2, 4
+_MOST_SLOTS = 4  # te::kRingSlots
 _ALL_OTHERS = -1  # te::kAllOthers
 _ALIGNMENT = 512
 
@@ -127,12 +127,12 @@ class PeerMemory:
         device = mapped.own.device
         timeout = int(group_timeout(group).total_seconds() * 1000)
         held: list[Any] = [mapped]
-        self.slots = _RING_SLOTS if ring and self.ranks > 2 else _SLOTS
-        handles = [0] * (2 + _RING_SLOTS)
+        self.slots = _C.peer_slots(self.ranks, ring)
+        handles = [0] * (2 + _MOST_SLOTS)
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)
-            events = [torch.cuda.Event() for _ in range(1 + _RING_SLOTS)]
+            events = [torch.cuda.Event() for _ in range(1 + _MOST_SLOTS)]
             for event in events:
                 event.record(self.stream)  # which makes it
             handles = [self.stream.cuda_stream, *[event.cuda_event for event in events]]
@@ -201,24 +201,21 @@ class Transfer:
         _C.peer_send(x, *self.memory.tensors, rank, self.slot)
         self._last = rank, x
 
-    def receive(
-        self, like: torch.Tensor, sender: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (rank, tensor) for each sender, on the current stream.
+    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (rank, tensor) for each other rank, on the current stream.
 
         Tensors are valid until the iterator ends; by then the sends of this rank have ended, too.
         Collectives that were started earlier are waited for first.
 
         Args:
             like: a contiguous tensor with the shape and dtype of those received.
-            sender: a rank; None is all others.
         """
         memory, slot = self.memory, self.slot
         self._come_next()
-        for rank in reversed(memory.others) if sender is None else [sender]:
+        for rank in reversed(memory.others):
             _C.peer_receive(*memory.tensors, rank, slot)
             yield rank, memory.received(rank, slot, like)
-        _C.peer_release(*memory.tensors, _ALL_OTHERS if sender is None else sender, slot)
+        self.release(_ALL_OTHERS)
         self._finish()
 
     def borrow(self, like: torch.Tensor, sender: int) -> torch.Tensor:
@@ -226,7 +223,7 @@ class Transfer:
 
         Args:
             like: as in `receive`.
-            sender: as in `receive`.
+            sender: the rank.
         """
         memory, slot = self.memory, self.slot
         self._come_next()
@@ -235,7 +232,7 @@ class Transfer:
         return memory.received(sender, slot, like)
 
     def release(self, sender: int) -> None:
-        """Let the sender write to the slot again, once the current stream has come here."""
+        """Let a sender, or all, write to the slot again, once the current stream has come here."""
         _C.peer_release(*self.memory.tensors, sender, self.slot)
 
     def receive_sum(self, own: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
