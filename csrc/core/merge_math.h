@@ -16,13 +16,14 @@ TE_HD float with_no_key(float log_sum_exp) {
 }
 
 // Makes weights of log-sum-exps: the share that each set of keys has in the softmax over all of
-// them, 0 for a set without keys, and exactly 1 where no other set has any. Returns the log-sum-exp
+// them, 0 for a set without keys (either infinity), and exactly 1 where no other set has any. Returns the log-sum-exp
 // of all.
 template <int n>
 TE_HD float shares_of(float (&sums)[n]) {
   float most = kNoKey, merged = kNoKey;
   int with_keys = 0;
   for (int k = 0; k < n; ++k) {
+    sums[k] = with_no_key(sums[k]);
     const bool has_keys = sums[k] != kNoKey;
     with_keys += has_keys ? 1 : 0;
     merged = has_keys ? sums[k] : merged;

@@ -29,7 +29,7 @@ struct Row {
     const TensorView& sums = args.log_sum_exp;
     if (sums) log_sum_exp = sums.ptr<float>() + RowPlaces(sums).at(place[0], place[1], head);
     for (float& weight : weights) weight = sums ? kNoKey : 0.0f;
-    if (!args.fresh) weights[0] = sums ? with_no_key(*log_sum_exp) : 1.0f;
+    if (!args.fresh) weights[0] = sums ? *log_sum_exp : 1.0f;
     const auto axis = static_cast<size_t>(args.token_axis);
     for (size_t k = 0; k < args.parts.size(); ++k) {
       const TensorView& part = args.parts[k];
@@ -40,8 +40,7 @@ struct Row {
       weights[1 + k] = 1.0f;
       if (!sums) continue;
       const TensorView& own_sums = args.part_log_sum_exps[k];
-      weights[1 + k] =
-          with_no_key(own_sums.ptr<float>()[RowPlaces(own_sums).at(own[0], own[1], head)]);
+      weights[1 + k] = own_sums.ptr<float>()[RowPlaces(own_sums).at(own[0], own[1], head)];
     }
   }
 

@@ -159,8 +159,6 @@ __global__ void __launch_bounds__(kThreads)
   Packs<Out, Part, V, kParts> packs;
   packs.load(row, lane, args.fresh);
   if (weighted) {
-#pragma unroll
-    for (int k = 0; k <= kParts; ++k) row.weights[k] = with_no_key(row.weights[k]);
     const float merged = shares_of(row.weights);
     __syncwarp();  // all lanes of a row have read the log-sum-exp that is written now
     if (writes_sum) *sum = merged;
