@@ -22,15 +22,15 @@ def merge_parts(
     *,
     launch: bool = True,
 ) -> None:
-    """Add parts to `out`, one after the other, in fp32 and rounded once.
+    """Add parts to `out`, in fp32 and rounded once.
 
     Without log-sum-exps `out` becomes its sum with all parts. With them the parts are attention of
     the same queries with sets of keys, none of which is in two sets, and `out` becomes attention
-    with all these keys: `lerp(out, part, share)` for each part, with
-    `share = sigmoid(part_log_sum_exp - log_sum_exp)`.
+    with all these keys: each of them is multiplied by its share of the softmax,
+    `exp(its log_sum_exp - log_sum_exp of all)`.
 
-    An infinite log-sum-exp says that there is no key. A row of a part without keys is not looked
-    at, nor is that of `out` where it has no key and the part has some.
+    An infinite log-sum-exp says that there is no key. Rows without keys are not looked at; where
+    no row has keys, `out` stays as it is.
 
     Args:
         out: `[a, b, heads, size]` or `[tokens, heads, size]`; the dtype of the parts or fp32. Any
