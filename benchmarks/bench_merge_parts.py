@@ -74,7 +74,7 @@ def measure(report: Report, case: Case) -> None:
     }
     if case.dtype is FP32 and case.wholes:
         calls["attention torch"] = lambda: merge_in_torch(out, sums, parts[0], part_sums[0])
-    rows = 2 * (0.5 if not case.wholes else 1.0) - (1.0 if case.fresh else 0.0)  # of out that move
+    rows = (1.0 if case.wholes else 0.5) * (1 if case.fresh else 2)  # of out that move
     moved = rows * out.nbytes + sum(x.nbytes for x in parts)
     of_sums = rows * sums.nbytes + sum(x.nbytes for x in part_sums)
     for op, timing in time_gpu_each(calls).items():

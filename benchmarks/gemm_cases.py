@@ -50,8 +50,8 @@ LAYERS = [
         {"qkv": (3072, 2048), "gate_up": (11008, 2048), "fc2": (2048, 5504)},
     ),
 ]
-# Of which ranks have tensor and sequence parallel shares.
-SHARED = ("h4096", "h8192")
+# Those of which ranks have tensor and sequence parallel shares.
+SHARED = [layer for layer in LAYERS if layer[0] in ("h4096", "h8192") and "qkv" in layer[2]]
 RANKS = (2, 4)
 # m, n, k of products outside any layer, taken as fprop.
 SINGLE = [(8192, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048)]
@@ -113,10 +113,8 @@ def cases(precisions: Sequence[str] = ("fp8", "bf16")) -> Iterator[Case]:
 def shared_cases(precision: str) -> Iterator[Case]:
     """The products of a rank, each once: the tokens of one rank come, or leave, at a time."""
     seen: set[tuple[bool, int, int, int]] = set()
-    for (layer, tokens, linears), ranks in itertools.product(LAYERS, RANKS):
+    for (layer, tokens, linears), ranks in itertools.product(SHARED, RANKS):
         for linear, (outputs, inputs) in linears.items():
-            if layer not in SHARED or "qkv" not in linears:
-                continue
             own = tokens // ranks
             if linear in ("qkv", "fc1"):  # column parallel: gradients of inputs leave at the end
                 share, dgrad = outputs // ranks, (tokens, inputs, outputs // ranks)
