@@ -16,8 +16,8 @@ TE_HD float with_no_key(float log_sum_exp) {
 }
 
 // Makes weights of log-sum-exps: the share that each set of keys has in the softmax over all of
-// them, 0 for a set without keys (either infinity), and exactly 1 where no other set has any. Returns the log-sum-exp
-// of all.
+// them, 0 for a set without keys (either infinity), and exactly 1 where no other set has any.
+// Returns the log-sum-exp of all.
 template <int n>
 TE_HD float shares_of(float (&sums)[n]) {
   float most = kNoKey, merged = kNoKey;
