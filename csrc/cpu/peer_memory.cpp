@@ -22,20 +22,22 @@ void wait_for(void* address, const AwaitedRank& rank, const char* op) {
 
 }  // namespace
 
-void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiver) {
-  wait_for(slot.free, receiver, "peer_send");
-  clear(slot.free);
-  for (int64_t row = 0; row < rows.count; ++row)
-    std::memcpy(slot.data + row * rows.bytes, rows.data + row * rows.pitch,
-                static_cast<size_t>(rows.bytes));
-  set(slot.arrived);
+void peer_send(const Rows& rows, const PeerSlots& slots) {
+  for (const PeerSlot& slot : slots) {
+    wait_for(slot.free, slot.other, "peer_send");
+    clear(slot.free);
+    for (int64_t row = 0; row < rows.count; ++row)
+      std::memcpy(slot.data + row * rows.bytes, rows.data + row * rows.pitch,
+                  static_cast<size_t>(rows.bytes));
+    set(slot.arrived);
+  }
 }
 
-void peer_receive(void* arrived, const AwaitedRank& sender) {
-  wait_for(arrived, sender, "peer_receive");
+void peer_receive(const PeerSlots& slots) {
+  for (const PeerSlot& slot : slots) wait_for(slot.arrived, slot.other, "peer_receive");
 }
 
-void peer_release(const std::vector<PeerSlot>& slots) {
+void peer_release(const PeerSlots& slots) {
   for (const PeerSlot& slot : slots) {
     clear(slot.arrived);
     set(slot.free);

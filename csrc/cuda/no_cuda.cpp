@@ -94,11 +94,11 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs&, Stream) {
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
 void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
 void one_shot(const OneShotPiece&, Device, int64_t&, Stream) { absent("one_shot"); }
-void peer_send(const Rows&, const PeerSlot&, const PeerEvents&, Device, Stream) {
+void peer_send(const Rows&, const PeerSlots&, const PeerEvents&, Device, Stream) {
   absent("peer_send");
 }
-void peer_receive(void*, int64_t&, Device, Stream) { absent("peer_receive"); }
-void peer_release(const std::vector<PeerSlot>&, Device, Stream) { absent("peer_release"); }
+void peer_receive(const PeerSlots&, int64_t&, Device, Stream) { absent("peer_receive"); }
+void peer_release(const PeerSlots&, Device, Stream) { absent("peer_release"); }
 void peer_finish(int64_t, Device, Stream) { absent("peer_finish"); }
 void copy(const TensorView&, const Rows&, Stream) { absent("copy"); }
 void sum_parts(const SumParts&, Stream) { absent("sum_parts"); }

@@ -8,6 +8,7 @@
 
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
+#include "cuda/device/system_flags.cuh"
 #include "cuda/stream_order.h"
 
 namespace te::cuda {
@@ -98,21 +99,6 @@ struct RoundBarrier {
 };
 using Sent = RoundBarrier<0, kGroup + kWarp>;
 using Read = RoundBarrier<1, 2 * kGroup>;  // x may be overwritten: out may be the same memory
-
-__device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(flag)),
-               "r"(value)
-               : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-               : "=r"(value)
-               : "l"(__cvta_generic_to_global(flag))
-               : "memory");
-  return value;
-}
 
 __device__ __forceinline__ int64_t nanoseconds() {
   int64_t now;

@@ -38,22 +38,17 @@ class Group {
   char* own_memory() const { return memory_of(own()); }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
   int64_t sent() const { return fields_[index(PeerField::Sent) + slot_]; }
-  PeerSlot to(int rank) const { return between(own(), other(rank)); }
-  PeerSlot from(int rank) const { return between(other(rank), own()); }
-  AwaitedRank awaited(int rank) const {
-    return {.rank = rank, .timeout = at(PeerField::Timeout), .lock_file = at(PeerField::LockFile)};
+  // Slots of one rank, or of all others.
+  PeerSlots to(int rank) const {
+    return slots_of(rank, 1, [&](int other) { return between(own(), other); });
+  }
+  PeerSlots from(int rank) const {
+    return slots_of(rank, -1, [&](int other) { return between(other, own()); });
   }
   cuda::PeerEvents events() const {
     return {.send_stream = at(PeerField::SendStream),
             .computed = at(PeerField::Computed),
             .sent = sent()};
-  }
-  // The ranks that send to this one, in the order of their slots in memory.
-  std::vector<int> senders() const {
-    require(!ring(), Kind::Value, op_, "expected memory for all ranks, got that of a ring");
-    std::vector<int> found;
-    for (int place = 1; place < ranks_; ++place) found.push_back((own() + ranks_ - place) % ranks_);
-    return found;
   }
 
  private:
@@ -62,12 +57,21 @@ class Group {
   char* memory_of(int rank) const {
     return reinterpret_cast<char*>(fields_[index(PeerField::Addresses) + rank]);
   }
-  int other(int rank) const {
-    require(rank >= 0 && rank < ranks_ && rank != own(), Kind::Value, op_,
-            "expected another rank of ", ranks_, ", got rank ", rank);
-    return rank;
-  }
 
+  // Those of all others, beginning with the nearest one, lie in this order in memory.
+  template <class SlotOf>
+  PeerSlots slots_of(int rank, int step, const SlotOf& slot_of) const {
+    if (rank != kAllOthers) {
+      require(rank >= 0 && rank < ranks_ && rank != own(), Kind::Value, op_,
+              "expected another rank of ", ranks_, ", got rank ", rank);
+      return {slot_of(rank)};
+    }
+    require(!ring(), Kind::Value, op_, "expected memory for all ranks, got that of a ring");
+    PeerSlots found;
+    for (int place = 1; place < ranks_; ++place)
+      found.push_back(slot_of((own() + ranks_ + step * place) % ranks_));
+    return found;
+  }
   PeerSlot between(int sender, int receiver) const {
     const int distance = (receiver - sender + ranks_) % ranks_;
     require(!ring() || distance == 1 || distance == ranks_ - 1, Kind::Value, op_,
@@ -76,7 +80,10 @@ class Group {
     const int number = (ring() ? std::min(distance, 2) : distance) - 1;
     return {.data = memory_of(receiver) + room() * (slots() * number + slot_),
             .free = flag(sender, slot_ * ranks_ + receiver),
-            .arrived = flag(receiver, (slots() + slot_) * ranks_ + sender)};
+            .arrived = flag(receiver, (slots() + slot_) * ranks_ + sender),
+            .other = {.rank = sender == own() ? receiver : sender,
+                      .timeout = at(PeerField::Timeout),
+                      .lock_file = at(PeerField::LockFile)}};
   }
   void* flag(int owner, int number) const {
     const int64_t bytes = slots() * senders_of(ranks_, ring()) * room();
@@ -99,7 +106,7 @@ int64_t peer_memory_bytes(int ranks, int64_t room, bool ring) {
 
 int64_t peer_slot_offset(const PeerTransfer& from) {
   const Group group(from, "peer_memory");
-  return group.from(from.rank).data - group.own_memory();
+  return group.from(from.rank).front().data - group.own_memory();
 }
 
 void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream) {
@@ -108,25 +115,22 @@ void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream) {
   require(x.bytes() <= group.room(), Kind::Value, "peer_send", "expected at most ", group.room(),
           " bytes, got ", x);
   const Rows rows = rows_of(x, "peer_send", "x");
-  const PeerSlot slot = group.to(to.rank);
+  const PeerSlots slots = group.to(to.rank);
   on_device(
-      x, [&] { cpu::peer_send(rows, slot, group.awaited(to.rank)); },
-      [&] { cuda::peer_send(rows, slot, group.events(), x.device, stream); });
+      x, [&] { cpu::peer_send(rows, slots); },
+      [&] { cuda::peer_send(rows, slots, group.events(), x.device, stream); });
 }
 
 void peer_receive(const PeerTransfer& from, Stream stream) {
   const Group group(from, "peer_receive");
-  void* const arrived = group.from(from.rank).arrived;
+  const PeerSlots slots = group.from(from.rank);
   on_device(
-      from.memory, [&] { cpu::peer_receive(arrived, group.awaited(from.rank)); },
-      [&] { cuda::peer_receive(arrived, group.last_stream(), from.memory.device, stream); });
+      from.memory, [&] { cpu::peer_receive(slots); },
+      [&] { cuda::peer_receive(slots, group.last_stream(), from.memory.device, stream); });
 }
 
 void peer_release(const PeerTransfer& from, Stream stream) {
-  const Group group(from, "peer_release");
-  std::vector<PeerSlot> slots;
-  for (const int rank : from.rank == kAllOthers ? group.senders() : std::vector{from.rank})
-    slots.push_back(group.from(rank));
+  const PeerSlots slots = Group(from, "peer_release").from(from.rank);
   on_device(
       from.memory, [&] { cpu::peer_release(slots); },
       [&] { cuda::peer_release(slots, from.memory.device, stream); });
@@ -147,17 +151,17 @@ void peer_sum(const PeerSum& sum, Stream stream) {
   const Group group(sum.group, sum.slot, kOp);
   require(own.bytes() <= group.room(), Kind::Value, kOp, "expected at most ", group.room(),
           " bytes, got ", own);
-  const std::vector<int> senders = group.senders();
-  for (const int rank : senders) peer_receive({sum.memory, sum.group, rank, sum.slot}, stream);
+  const PeerTransfer all{sum.memory, sum.group, kAllOthers, sum.slot};
+  peer_receive(all, stream);
   const SumParts parts{.own = own,
-                       .first = group.from(senders.front()).data,
+                       .first = group.from(kAllOthers).front().data,
                        .stride = group.slots() * group.room(),
                        .count = group.ranks() - 1,
                        .bias = sum.bias,
                        .out = sum.out};
   on_device(
       own, [&] { cpu::sum_parts(parts); }, [&] { cuda::sum_parts(parts, stream); });
-  peer_release({sum.memory, sum.group, kAllOthers, sum.slot}, stream);
+  peer_release(all, stream);
 }
 
 void peer_finish(const PeerTransfer& to, Stream stream) {

@@ -46,13 +46,14 @@ enum class PeerField : int {
 struct PeerTransfer {
   TensorView memory;  // uint8, of this rank
   TensorView group;   // int64, see PeerField
-  int rank;           // the other one; in peer_release it may be kAllOthers
+  int rank;           // the other one; or kAllOthers, except in a ring
   int slot;
 };
 
 // Waits for `free`, copies `x`, and sets `arrived`. On CUDA a stream of its own does, once the
 // caller's stream has come here. `x` has rows of one distance, each of which is contiguous; they
-// lie in the slot without gaps.
+// lie in the slot without gaps. All others get the same tensor, one after the other, beginning with
+// the next rank.
 void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream);
 
 // Waits for `arrived`: what follows on the stream may read the tensor.
@@ -84,17 +85,19 @@ int64_t peer_memory_bytes(int ranks, int64_t room, bool ring);
 // The offset in this rank's memory of what it has received.
 int64_t peer_slot_offset(const PeerTransfer& from);
 
-// A slot with its flags, as mapped here.
+// A slot with its flags, as mapped here, and the rank at its other end.
 struct PeerSlot {
   char* data;
   void* free;
   void* arrived;
+  AwaitedRank other;
 };
+using PeerSlots = std::vector<PeerSlot>;
 
 namespace cpu {
-void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiver);
-void peer_receive(void* arrived, const AwaitedRank& sender);
-void peer_release(const std::vector<PeerSlot>& slots);
+void peer_send(const Rows& rows, const PeerSlots& slots);
+void peer_receive(const PeerSlots& slots);
+void peer_release(const PeerSlots& slots);
 }  // namespace cpu
 
 namespace cuda {
@@ -103,10 +106,10 @@ struct PeerEvents {
   int64_t computed;
   int64_t sent;
 };
-void peer_send(const Rows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
+void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& events, Device device,
                Stream stream);
-void peer_receive(void* arrived, int64_t& last_stream, Device device, Stream stream);
-void peer_release(const std::vector<PeerSlot>& slots, Device device, Stream stream);
+void peer_receive(const PeerSlots& slots, int64_t& last_stream, Device device, Stream stream);
+void peer_release(const PeerSlots& slots, Device device, Stream stream);
 void peer_finish(int64_t sent, Device device, Stream stream);
 }  // namespace cuda
 

@@ -10,6 +10,7 @@ from transformer_engine import _C
 from transformer_engine.pytorch.chain import recording
 
 ROOM = 4096  # bytes of a slot
+ALL_OTHERS = -1  # te::kAllOthers
 RANK, TIMEOUT, LOCK_FILE, LAST_STREAM = range(4)  # te::PeerField
 
 
@@ -77,6 +78,22 @@ class Ranks:
         self.act(lambda rank: self.send(xs[rank], rank, to_all(self.count), slot), receive)
         return outs
 
+    def gathered(self, xs, slot: int) -> list[list[torch.Tensor]]:
+        """What each rank has of all others, the nearest one before it first."""
+        found: list[list[torch.Tensor]] = [[] for _ in xs]
+
+        def receive(rank: int) -> None:
+            own = self.memories[rank], self.groups[rank]
+            _C.peer_receive(*own, ALL_OTHERS, slot)
+            for distance in range(1, self.count):
+                sender = (rank - distance) % self.count
+                found[rank].append(self.received(rank, sender, slot, xs[rank]).clone())
+            _C.peer_release(*own, ALL_OTHERS, slot)
+            _C.peer_finish(xs[rank], *own, ALL_OTHERS, slot)
+
+        self.act(lambda rank: self.send(xs[rank], rank, lambda _: [ALL_OTHERS], slot), receive)
+        return found
+
     def act(self, send, receive) -> None:
         """Each rank sends and receives, on a thread or a stream of its own."""
         if self.streams:
@@ -123,6 +140,18 @@ def test_ranks_receive_what_others_send(device, count, ring, dtype) -> None:
                     assert_bitwise(got, xs[other])
 
 
+@pytest.mark.parametrize("count", [2, 4, 40])
+def test_all_others_receive_what_is_sent_to_all(device, count) -> None:
+    """Three times, because a slot must be free before the second time."""
+    ranks = Ranks(count, device)
+    for _ in range(3):
+        xs = [torch.randint(0, 255, (9, 16), device=device).to(torch.uint8) for _ in range(count)]
+        for slot in range(ranks.slots):
+            for rank, found in enumerate(ranks.gathered(xs, slot)):
+                for distance, got in enumerate(found, start=1):
+                    assert_bitwise(got, xs[(rank - distance) % count])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [2, 4, 10])
 @pytest.mark.parametrize("shape", [(6, 3, 16), (5, 7)], ids=str)
@@ -161,6 +190,8 @@ def test_errors_name_what_is_wrong(device) -> None:
         _C.peer_release(*own, 1, 4)
     with pytest.raises(ValueError, match="the next rank of a ring or the previous one, got 2"):
         _C.peer_send(x[:8], *own, 2, 0)
+    with pytest.raises(ValueError, match="memory for all ranks, got that of a ring"):
+        _C.peer_send(x[:8], *own, ALL_OTHERS, 0)
     with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
         _C.peer_sum(x, None, x, *own, 0)
     with pytest.raises(ValueError, match="for out, got"):

@@ -66,7 +66,7 @@ class Pending:
         self._work = work
         self._finish = finish
         self._held = held
-        self._parts: Callable[[bool], RankParts] | None = None
+        self._parts: Callable[[bool, bool], RankParts] | None = None
 
     def wait(self) -> Any:
         """The result. On a GPU the stream waits, not the host."""
@@ -87,8 +87,8 @@ class Pending:
         made = Pending(None, self, lambda _: finish(self.result))
         if of_part is not None and self.has_parts:
 
-            def of_parts(keep: bool) -> RankParts:
-                found = self.parts(keep)
+            def of_parts(keep: bool, at_once: bool) -> RankParts:
+                found = self.parts(keep, at_once)
                 assert found is not None
                 return RankParts(found.ranks, ((rank, of_part(part)) for rank, part in found.each))
 
@@ -100,13 +100,14 @@ class Pending:
         """Whether `parts` returns any."""
         return self._parts is not None
 
-    def parts(self, keep: bool) -> RankParts | None:
+    def parts(self, keep: bool, at_once: bool = False) -> RankParts | None:
         """The result part by part; None if it arrives as a whole. The caller must read all parts.
 
         Args:
             keep: also assemble the whole result, because `wait` will be called afterwards.
+            at_once: wait for all parts before the first of another rank.
         """
-        return None if self._parts is None else self._parts(keep)
+        return None if self._parts is None else self._parts(keep, at_once)
 
 
 class _PeerAllGather(Pending):
@@ -117,17 +118,16 @@ class _PeerAllGather(Pending):
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
         self._own, self._transfer = x, memory.start(self, _GATHERS)
-        for rank in memory.others:
-            self._transfer.send(rank, x)
+        self._transfer.send_to_all(x)
 
     @property
     def has_parts(self) -> bool:
         return True
 
-    def parts(self, keep: bool) -> RankParts:
-        return RankParts(self._transfer.memory.ranks, self._receive(keep))
+    def parts(self, keep: bool, at_once: bool = False) -> RankParts:
+        return RankParts(self._transfer.memory.ranks, self._receive(keep, at_once))
 
-    def _receive(self, keep: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    def _receive(self, keep: bool, at_once: bool) -> Iterator[tuple[int, torch.Tensor]]:
         own, memory = self._own, self._transfer.memory
         rows = own.shape[0]
         if self.result is not None:  # a later collective has waited for this one already
@@ -137,7 +137,7 @@ class _PeerAllGather(Pending):
             result = own.new_empty((memory.ranks * rows, *own.shape[1:]))
             _C.copy(own, result.narrow(0, memory.rank * rows, rows))
         yield memory.rank, own
-        for rank, part in self._transfer.receive(own):
+        for rank, part in self._transfer.receive(own, at_once):
             if keep:
                 _C.copy(part, result.narrow(0, rank * rows, rows))
             yield rank, part
@@ -147,7 +147,7 @@ class _PeerAllGather(Pending):
     def wait(self) -> torch.Tensor:
         """The rows of all ranks."""
         if self.result is None:
-            for _ in self._receive(True):
+            for _ in self._receive(keep=True, at_once=True):
                 pass
         return self.result
 

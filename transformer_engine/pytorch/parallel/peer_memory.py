@@ -201,7 +201,13 @@ class Transfer:
         _C.peer_send(x, *self.memory.tensors, rank, self.slot)
         self._last = rank, x
 
-    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def send_to_all(self, x: torch.Tensor) -> None:
+        """Send a tensor to all others, one after the other. See `send`."""
+        self.send(_ALL_OTHERS, x)
+
+    def receive(
+        self, like: torch.Tensor, at_once: bool = False
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (rank, tensor) for each other rank, on the current stream.
 
         Tensors are valid until the iterator ends; by then the sends of this rank have ended, too.
@@ -209,11 +215,16 @@ class Transfer:
 
         Args:
             like: a contiguous tensor with the shape and dtype of those received.
+            at_once: wait for all tensors before the first, which takes less time than waiting for
+                each where they have arrived.
         """
         memory, slot = self.memory, self.slot
         self._come_next()
+        if at_once:
+            _C.peer_receive(*memory.tensors, _ALL_OTHERS, slot)
         for rank in reversed(memory.others):
-            _C.peer_receive(*memory.tensors, rank, slot)
+            if not at_once:
+                _C.peer_receive(*memory.tensors, rank, slot)
             yield rank, memory.received(rank, slot, like)
         self.release(_ALL_OTHERS)
         self._finish()

@@ -78,8 +78,8 @@ class _TransposedGather(Pending):
     def has_parts(self) -> bool:
         return True
 
-    def parts(self, keep: bool) -> RankParts:
-        arriving = self._rows.parts(keep=False)
+    def parts(self, keep: bool, at_once: bool = False) -> RankParts:
+        arriving = self._rows.parts(keep=False, at_once=at_once)
         assert arriving is not None
         return RankParts(arriving.ranks, self._transposing(arriving, keep))
 
@@ -98,7 +98,7 @@ class _TransposedGather(Pending):
     def wait(self) -> Operands:
         """Both sides; the column-wise one alone where somebody has read all parts."""
         if self.result is None and self._columns_only:
-            for _ in self.parts(keep=True).each:
+            for _ in self.parts(keep=True, at_once=True).each:
                 pass
         if self.result is None:
             row = self._rows.wait()

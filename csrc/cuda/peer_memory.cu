@@ -2,10 +2,13 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
+#include "cuda/device/dependent_launch.cuh"
+#include "cuda/device/system_flags.cuh"
 #include "cuda/dynlib.h"
-#include "cuda/launch.h"
 #include "cuda/stream_order.h"
 
 namespace te::cuda {
@@ -36,7 +39,7 @@ MemoryOperation wait_for(void* flag) {
   return operation;
 }
 
-// After all that the stream has written.
+// After everything before it in the stream, with a fence that takes some microseconds.
 MemoryOperation write(void* flag, uint32_t value) {
   MemoryOperation operation{};
   operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
@@ -45,9 +48,6 @@ MemoryOperation write(void* flag, uint32_t value) {
   operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
   return operation;
 }
-
-MemoryOperation set(void* flag) { return write(flag, 1); }
-MemoryOperation clear(void* flag) { return write(flag, 0); }
 
 void run(cudaStream_t stream, std::vector<MemoryOperation> operations) {
   const CUresult status =
@@ -58,37 +58,65 @@ void run(cudaStream_t stream, std::vector<MemoryOperation> operations) {
 
 cudaEvent_t event_of(int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
+constexpr int kReleased = 32;  // slots that a kernel releases
+
+struct Released {
+  uint32_t* arrived[kReleased];
+  uint32_t* free[kReleased];
+};
+
+// Kernels that follow do not wait as long as for memory operations, whose fences come one after
+// the other.
+__global__ void release_kernel(const __grid_constant__ Released slots) {
+  follow_previous_kernel();
+  *slots.arrived[threadIdx.x] = 0;
+  store_release(slots.free[threadIdx.x], 1);
+}
+
 }  // namespace
 
-void peer_send(const Rows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
+void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& events, Device device,
                Stream stream) {
   const DeviceGuard guard(device);
   const auto sends = reinterpret_cast<cudaStream_t>(events.send_stream);
   check(cudaEventRecord(event_of(events.computed), stream_of(stream)), "peer_send");
   check(cudaStreamWaitEvent(sends, event_of(events.computed), 0), "peer_send");
-  run(sends, {wait_for(slot.free), clear(slot.free)});
+  std::vector<MemoryOperation> turns;
+  for (const PeerSlot& slot : slots) turns.push_back(wait_for(slot.free));
+  for (const PeerSlot& slot : slots) turns.push_back(write(slot.free, 0));
+  run(sends, std::move(turns));
   const auto bytes = static_cast<size_t>(rows.bytes), pitch = static_cast<size_t>(rows.pitch);
   const auto count = static_cast<size_t>(rows.count);
-  check(rows.count == 1 ? cudaMemcpyAsync(slot.data, rows.data, bytes, cudaMemcpyDefault, sends)
-                        : cudaMemcpy2DAsync(slot.data, bytes, rows.data, pitch, bytes, count,
-                                            cudaMemcpyDefault, sends),
-        "peer_send");
-  run(sends, {set(slot.arrived)});
+  for (const PeerSlot& slot : slots) {
+    check(rows.count == 1 ? cudaMemcpyAsync(slot.data, rows.data, bytes, cudaMemcpyDefault, sends)
+                          : cudaMemcpy2DAsync(slot.data, bytes, rows.data, pitch, bytes, count,
+                                              cudaMemcpyDefault, sends),
+          "peer_send");
+    run(sends, {write(slot.arrived, 1)});
+  }
   check(cudaEventRecord(event_of(events.sent), sends), "peer_send");
 }
 
-void peer_receive(void* arrived, int64_t& last_stream, Device device, Stream stream) {
+void peer_receive(const PeerSlots& slots, int64_t& last_stream, Device device, Stream stream) {
   const DeviceGuard guard(device);
   follow_last_stream(last_stream, stream_of(stream), "peer_receive");
-  run(stream_of(stream), {wait_for(arrived)});
+  std::vector<MemoryOperation> waits;
+  for (const PeerSlot& slot : slots) waits.push_back(wait_for(slot.arrived));
+  run(stream_of(stream), std::move(waits));
 }
 
-void peer_release(const std::vector<PeerSlot>& slots, Device device, Stream stream) {
+void peer_release(const PeerSlots& slots, Device device, Stream stream) {
   const DeviceGuard guard(device);
-  std::vector<MemoryOperation> operations;
-  for (const PeerSlot& slot : slots) operations.push_back(clear(slot.arrived));
-  for (const PeerSlot& slot : slots) operations.push_back(set(slot.free));
-  run(stream_of(stream), std::move(operations));
+  for (size_t first = 0; first < slots.size(); first += kReleased) {
+    const size_t count = std::min<size_t>(kReleased, slots.size() - first);
+    Released released{};
+    for (size_t i = 0; i < count; ++i) {
+      released.arrived[i] = static_cast<uint32_t*>(slots[first + i].arrived);
+      released.free[i] = static_cast<uint32_t*>(slots[first + i].free);
+    }
+    launch_dependent(release_kernel, 1, static_cast<unsigned>(count), 0, stream_of(stream),
+                     released);
+  }
 }
 
 void peer_finish(int64_t sent, Device device, Stream stream) {
