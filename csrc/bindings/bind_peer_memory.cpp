@@ -25,14 +25,18 @@ void sum(const TensorView& own, const TensorView& bias, const TensorView& out,
            stream_of(own));
 }
 
+void copy_received(const TensorView& out, const TensorView& memory, const TensorView& group,
+                   int rank, int slot) {
+  peer_copy(out, {memory, group, rank, slot}, stream_of(out));
+}
+
 void release(const TensorView& memory, const TensorView& group, int rank, int slot) {
   peer_release({memory, group, rank, slot}, stream_of(memory));
 }
 
-// `x` is what was sent, so that a recording knows how long its memory is read.
-void finish(const TensorView& x, const TensorView& memory, const TensorView& group, int rank,
-            int slot) {
-  peer_finish({memory, group, rank, slot}, stream_of(x));
+// `x` is what was sent or copied, so that a recording knows how long its memory is read.
+void finish(const TensorView& x, const TensorView& memory, const TensorView& group, int slot) {
+  peer_finish({memory, group, kAllOthers, slot}, stream_of(x));
 }
 
 void copy_into(const TensorView& x, const TensorView& out) { copy(x, out, stream_of(x)); }
@@ -45,8 +49,9 @@ void bind_peer_memory(pybind11::module_& m) {
   m.def("peer_send", recordable<&send>, arg("x"), memory, group, rank, slot);
   m.def("peer_receive", recordable<&receive>, memory, group, rank, slot);
   m.def("peer_sum", recordable<&sum>, arg("own"), arg("bias"), arg("out"), memory, group, slot);
+  m.def("peer_copy", recordable<&copy_received>, arg("out"), memory, group, rank, slot);
   m.def("peer_release", recordable<&release>, memory, group, rank, slot);
-  m.def("peer_finish", recordable<&finish>, arg("x"), memory, group, rank, slot);
+  m.def("peer_finish", recordable<&finish>, arg("x"), memory, group, slot);
   m.def("peer_slots", &peer_slots, arg("ranks"), arg("ring"));
   m.def("peer_memory_bytes", &peer_memory_bytes, arg("ranks"), arg("room"), arg("ring"));
   m.def(

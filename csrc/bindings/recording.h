@@ -46,16 +46,16 @@ void run_definition(const std::vector<pybind11::object>& arguments);
 pybind11::object describe_memory(const TensorView& view);
 
 template <class T>
-inline constexpr size_t kViews = std::is_same_v<T, TensorView> ? 1 : 0;
+inline constexpr bool kHoldsViews = std::is_same_v<T, std::vector<TensorView>>;
 template <size_t n>
-inline constexpr size_t kViews<std::array<TensorView, n>> = n;
+inline constexpr bool kHoldsViews<std::array<TensorView, n>> = true;
 
 // Calls `use(view)` for the tensors of an argument that are there.
 template <class T, class Use>
 void each_view(T& argument, const Use& use) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, TensorView>) {
     use(argument);
-  } else if constexpr (kViews<std::remove_const_t<T>> > 0) {
+  } else if constexpr (kHoldsViews<std::remove_const_t<T>>) {
     for (auto& view : argument) use(view);
   }
 }
@@ -95,7 +95,9 @@ class Recorder {
 template <auto op, class... Args>
 class CallOf final : public RecordedCall {
  public:
-  explicit CallOf(const Args&... args) : arguments_(args...) {}
+  explicit CallOf(const Args&... args) : arguments_(args...) {
+    (each_view(args, [&](const TensorView&) { slices_.emplace_back(); }), ...);
+  }
 
   std::vector<uintptr_t> addresses() const override {
     std::vector<uintptr_t> found;
@@ -161,7 +163,7 @@ class CallOf final : public RecordedCall {
   }
 
   Arguments arguments_;
-  std::array<BufferSlice, (size_t{0} + ... + kViews<Args>)> slices_{};
+  std::vector<BufferSlice> slices_;
 };
 
 // What Python calls: the op, or its recording. A recorded call counts as done.

@@ -17,7 +17,7 @@ TE_HD float with_no_key(float log_sum_exp) {
 
 // Makes weights of log-sum-exps: the share that each set of keys has in the softmax over all of
 // them, 0 for a set without keys (either infinity), and exactly 1 where no other set has any.
-// Returns the log-sum-exp of all.
+// Returns the log-sum-exp of all, +inf where there is no key.
 template <int n>
 TE_HD float shares_of(float (&sums)[n]) {
   float most = kNoKey, merged = kNoKey;
@@ -31,7 +31,7 @@ TE_HD float shares_of(float (&sums)[n]) {
   }
   if (with_keys <= 1) {
     for (int k = 0; k < n; ++k) sums[k] = sums[k] == kNoKey ? 0.0f : 1.0f;
-    return merged;
+    return merged == kNoKey ? -kNoKey : merged;
   }
   float total = 0.0f;
   for (int k = 0; k < n; ++k) {

@@ -37,6 +37,10 @@ void peer_receive(const PeerSlots& slots) {
   for (const PeerSlot& slot : slots) wait_for(slot.arrived, slot.other, "peer_receive");
 }
 
+void peer_copy(const Rows& out, const PeerSlot& slot) {
+  std::memcpy(out.data, slot.data, static_cast<size_t>(out.bytes));
+}
+
 void peer_release(const PeerSlots& slots) {
   for (const PeerSlot& slot : slots) {
     clear(slot.arrived);

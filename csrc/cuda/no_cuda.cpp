@@ -98,9 +98,12 @@ void peer_send(const Rows&, const PeerSlots&, const PeerEvents&, Device, Stream)
   absent("peer_send");
 }
 void peer_receive(const PeerSlots&, int64_t&, Device, Stream) { absent("peer_receive"); }
+void peer_copy(const Rows&, const PeerSlot&, const PeerEvents&, Device, Stream) {
+  absent("peer_copy");
+}
 void peer_release(const PeerSlots&, Device, Stream) { absent("peer_release"); }
 void peer_finish(int64_t, Device, Stream) { absent("peer_finish"); }
-void copy(const TensorView&, const Rows&, Stream) { absent("copy"); }
+void copy(const Rows&, const Rows&, Device, Stream) { absent("copy"); }
 void sum_parts(const SumParts&, Stream) { absent("sum_parts"); }
 
 }  // namespace te::cuda

@@ -9,6 +9,7 @@
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/system_flags.cuh"
 #include "cuda/dynlib.h"
+#include "cuda/rows.h"
 #include "cuda/stream_order.h"
 
 namespace te::cuda {
@@ -58,6 +59,14 @@ void run(cudaStream_t stream, std::vector<MemoryOperation> operations) {
 
 cudaEvent_t event_of(int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
+// The stream of sends, once the caller's stream has come here.
+cudaStream_t send_stream(const PeerEvents& events, Stream stream, std::string_view op) {
+  const auto sends = reinterpret_cast<cudaStream_t>(events.send_stream);
+  check(cudaEventRecord(event_of(events.computed), stream_of(stream)), op);
+  check(cudaStreamWaitEvent(sends, event_of(events.computed), 0), op);
+  return sends;
+}
+
 constexpr int kReleased = 32;  // slots that a kernel releases
 
 struct Released {
@@ -78,20 +87,13 @@ __global__ void release_kernel(const __grid_constant__ Released slots) {
 void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& events, Device device,
                Stream stream) {
   const DeviceGuard guard(device);
-  const auto sends = reinterpret_cast<cudaStream_t>(events.send_stream);
-  check(cudaEventRecord(event_of(events.computed), stream_of(stream)), "peer_send");
-  check(cudaStreamWaitEvent(sends, event_of(events.computed), 0), "peer_send");
+  const cudaStream_t sends = send_stream(events, stream, "peer_send");
   std::vector<MemoryOperation> turns;
   for (const PeerSlot& slot : slots) turns.push_back(wait_for(slot.free));
   for (const PeerSlot& slot : slots) turns.push_back(write(slot.free, 0));
   run(sends, std::move(turns));
-  const auto bytes = static_cast<size_t>(rows.bytes), pitch = static_cast<size_t>(rows.pitch);
-  const auto count = static_cast<size_t>(rows.count);
   for (const PeerSlot& slot : slots) {
-    check(rows.count == 1 ? cudaMemcpyAsync(slot.data, rows.data, bytes, cudaMemcpyDefault, sends)
-                          : cudaMemcpy2DAsync(slot.data, bytes, rows.data, pitch, bytes, count,
-                                              cudaMemcpyDefault, sends),
-          "peer_send");
+    copy_rows(rows, without_gaps(rows, slot.data), sends, "peer_send");
     run(sends, {write(slot.arrived, 1)});
   }
   check(cudaEventRecord(event_of(events.sent), sends), "peer_send");
@@ -103,6 +105,14 @@ void peer_receive(const PeerSlots& slots, int64_t& last_stream, Device device, S
   std::vector<MemoryOperation> waits;
   for (const PeerSlot& slot : slots) waits.push_back(wait_for(slot.arrived));
   run(stream_of(stream), std::move(waits));
+}
+
+void peer_copy(const Rows& out, const PeerSlot& slot, const PeerEvents& events, Device device,
+               Stream stream) {
+  const DeviceGuard guard(device);
+  const cudaStream_t sends = send_stream(events, stream, "peer_copy");
+  copy_rows(without_gaps(out, slot.data), out, sends, "peer_copy");
+  check(cudaEventRecord(event_of(events.sent), sends), "peer_copy");
 }
 
 void peer_release(const PeerSlots& slots, Device device, Stream stream) {

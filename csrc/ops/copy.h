@@ -1,4 +1,4 @@
-// The bytes of a tensor, into rows that may have gaps between them.
+// The bytes of a tensor; its rows, and those that are written, may have gaps between them.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -6,11 +6,11 @@
 
 namespace te {
 
-// Both have the same sizes, dtype and device; x is contiguous.
+// Both have the same sizes, dtype and device. One of them is contiguous.
 void copy(const TensorView& x, const TensorView& out, Stream stream);
 
 namespace cuda {
-void copy(const TensorView& x, const Rows& out, Stream stream);
+void copy(const Rows& x, const Rows& out, Device device, Stream stream);
 }
 
 }  // namespace te

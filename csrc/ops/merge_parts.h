@@ -7,8 +7,9 @@
 // its share of the softmax,
 //   share       = exp(its log_sum_exp) / sum of exp(log_sum_exp)
 //   log_sum_exp = log of that sum
-// An infinite log-sum-exp, of either sign, says that there is no key. What has no key, or a share
-// of 0, is not looked at, NaN included; what alone has keys has a share of exactly 1.
+// An infinite log-sum-exp, of either sign, says that there is no key; what is written is +inf, as
+// the backward of attention expects of queries that see none. What has no key, or a share of 0, is
+// not looked at, NaN included; what alone has keys has a share of exactly 1.
 //
 // `fresh`: out and log_sum_exp are not read, as if they held zeros, and no key.
 #pragma once

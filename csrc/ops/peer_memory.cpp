@@ -129,6 +129,19 @@ void peer_receive(const PeerTransfer& from, Stream stream) {
       [&] { cuda::peer_receive(slots, group.last_stream(), from.memory.device, stream); });
 }
 
+void peer_copy(const TensorView& out, const PeerTransfer& from, Stream stream) {
+  const Group group(from, "peer_copy");
+  check::same_device(out, from.memory, "peer_copy", "out");
+  check::contiguous(out, "peer_copy", "out");
+  require(out.bytes() <= group.room(), Kind::Value, "peer_copy", "expected at most ", group.room(),
+          " bytes, got ", out);
+  const Rows rows = rows_of(out, "peer_copy", "out");
+  const PeerSlot slot = group.from(from.rank).front();
+  on_device(
+      out, [&] { cpu::peer_copy(rows, slot); },
+      [&] { cuda::peer_copy(rows, slot, group.events(), out.device, stream); });
+}
+
 void peer_release(const PeerTransfer& from, Stream stream) {
   const PeerSlots slots = Group(from, "peer_release").from(from.rank);
   on_device(

@@ -70,10 +70,14 @@ struct PeerSum {
 };
 void peer_sum(const PeerSum& sum, Stream stream);
 
+// Copies what has arrived to `out`, which is contiguous. On CUDA the stream of sends does, once the
+// caller's stream has come here; peer_finish waits for it.
+void peer_copy(const TensorView& out, const PeerTransfer& from, Stream stream);
+
 // Lets the sender write there again, once the stream has come here.
 void peer_release(const PeerTransfer& from, Stream stream);
 
-// Waits until the last tensor sent by way of `to.slot` has left: its memory may be used again.
+// Waits until the last tensor sent by way of `to.slot` has left, or its last copy is there.
 void peer_finish(const PeerTransfer& to, Stream stream);
 
 // How many slots a sender has.
@@ -97,6 +101,7 @@ using PeerSlots = std::vector<PeerSlot>;
 namespace cpu {
 void peer_send(const Rows& rows, const PeerSlots& slots);
 void peer_receive(const PeerSlots& slots);
+void peer_copy(const Rows& out, const PeerSlot& slot);
 void peer_release(const PeerSlots& slots);
 }  // namespace cpu
 
@@ -109,6 +114,8 @@ struct PeerEvents {
 void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& events, Device device,
                Stream stream);
 void peer_receive(const PeerSlots& slots, int64_t& last_stream, Device device, Stream stream);
+void peer_copy(const Rows& out, const PeerSlot& slot, const PeerEvents& events, Device device,
+               Stream stream);
 void peer_release(const PeerSlots& slots, Device device, Stream stream);
 void peer_finish(int64_t sent, Device device, Stream stream);
 }  // namespace cuda

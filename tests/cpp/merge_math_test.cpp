@@ -38,7 +38,7 @@ TEST(SharesOf, IsAllOfTheOnlySetWithKeys) {
 
 TEST(SharesOf, IsNothingWhereNoSetHasKeys) {
   float shares[] = {kNoKey, kNoKey};
-  EXPECT_EQ(shares_of(shares), kNoKey);
+  EXPECT_EQ(shares_of(shares), kInfinity);
   EXPECT_EQ(shares[0], 0.0f);
   EXPECT_EQ(shares[1], 0.0f);
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from context_cases import Case, outcomes
 from context_scenarios import everything
-from peer_messages import rings_in_peer_memory
+from peer_messages import recorded_rings, rings_in_peer_memory
 from ranks import run_ranks
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -138,6 +138,15 @@ def test_rings_in_peer_memory(world):
         assert received > 2 * len(cases) or backend == "nccl"
         for case in cases:
             check([found], case)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(n, marks=pytest.mark.multi_gpu(n)) for n in (2, 4)],
+)
+def test_rings_of_gpus_are_recorded(ranks):
+    for found in run_ranks(ranks, recorded_rings, backend="nccl"):
+        assert all(found), found
 
 
 def test_layers_do_what_they_do_alone(two):

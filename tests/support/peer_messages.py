@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from context_cases import outcomes
 from rank_device import here
+from recordings import all_recorded
 from sizes import as_large_inputs
 
 import transformer_engine.pytorch as te
@@ -142,6 +143,41 @@ def rings_in_peer_memory(rank: int, cases: Any) -> Any:
         return found, len(received)
     finally:
         patch.undo()
+
+
+def recorded_rings(rank: int) -> list[bool]:
+    """Whether rings of cuDNN run from recordings, with the bits of the first time.
+
+    Then whether they have the bits of calls that are not recorded, which merge on another stream.
+    """
+    torch.manual_seed(2 + rank)
+    query, *pair = (torch.randn(2, 16, n, 16, device=here()).bfloat16() for n in (4, 2, 2))
+    inputs = [x.requires_grad_() for x in (query, *pair)]
+    found = []
+    patch = pytest.MonkeyPatch()
+    _use_peer_memory(patch)
+    # The gradient of queries is a sum in the order of cuDNN's blocks.
+    patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    try:
+        for mask in ("causal", "no_mask"):
+            attention = te.DotProductAttention(4, 16, 2, qkv_format="bshd", attn_mask_type=mask)
+            attention.set_context_parallel_group(dist.group.WORLD, None, None, "p2p")
+            steps = [_step(attention, inputs) for _ in range(3)]
+            attention.set_context_parallel_group(dist.group.WORLD, None, torch.cuda.Stream(), "p2p")
+            steps.append(_step(attention, inputs))
+            found.append(all_recorded(attention._core))
+            found += [
+                torch.equal(x, y) for step in steps for x, y in zip(step, steps[0], strict=True)
+            ]
+        dist.barrier()  # nobody leaves while another still receives
+    finally:
+        patch.undo()
+    return found
+
+
+def _step(attention: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = attention(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 
 def _asking(pair: Any) -> Any:

@@ -60,8 +60,12 @@ class Ranks:
             for other in others(rank):
                 _C.peer_receive(memory, group, other, slot)
                 found[rank][other] = self.received(rank, other, slot, xs[rank]).clone()
+                copied = torch.empty_like(xs[rank])
+                _C.peer_copy(copied, memory, group, other, slot)
+                _C.peer_finish(copied, memory, group, slot)
+                assert_bitwise(copied, found[rank][other])
                 _C.peer_release(memory, group, other, slot)
-            _C.peer_finish(xs[rank], memory, group, others(rank)[-1], slot)
+            _C.peer_finish(xs[rank], memory, group, slot)
 
         self.act(lambda rank: self.send(xs[rank], rank, others, slot), receive)
         return found
@@ -73,7 +77,7 @@ class Ranks:
         def receive(rank: int) -> None:
             own = self.memories[rank], self.groups[rank]
             _C.peer_sum(xs[rank], bias, outs[rank], *own, slot)
-            _C.peer_finish(xs[rank], *own, (rank + 1) % self.count, slot)
+            _C.peer_finish(xs[rank], *own, slot)
 
         self.act(lambda rank: self.send(xs[rank], rank, to_all(self.count), slot), receive)
         return outs
@@ -89,7 +93,7 @@ class Ranks:
                 sender = (rank - distance) % self.count
                 found[rank].append(self.received(rank, sender, slot, xs[rank]).clone())
             _C.peer_release(*own, ALL_OTHERS, slot)
-            _C.peer_finish(xs[rank], *own, ALL_OTHERS, slot)
+            _C.peer_finish(xs[rank], *own, slot)
 
         self.act(lambda rank: self.send(xs[rank], rank, lambda _: [ALL_OTHERS], slot), receive)
         return found
@@ -193,6 +197,8 @@ def test_errors_name_what_is_wrong(device) -> None:
     with pytest.raises(ValueError, match="memory for all ranks, got that of a ring"):
         _C.peer_send(x[:8], *own, ALL_OTHERS, 0)
     with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
+        _C.peer_copy(x, *own, 1, 0)
+    with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
         _C.peer_sum(x, None, x, *own, 0)
     with pytest.raises(ValueError, match="for out, got"):
         _C.peer_sum(x[:8], None, x, *own, 0)
@@ -221,7 +227,7 @@ def test_what_is_sent_lives_until_the_end(device) -> None:
         _C.peer_send(sent, *own, 1, 0)
         more = torch.empty_like(stand_in)
         _C.copy(stand_in, more)
-        _C.peer_finish(sent, *own, 1, 0)
+        _C.peer_finish(sent, *own, 0)
         return [more], []
 
     recorded = recording.record(
@@ -247,5 +253,10 @@ def test_copy(device, dtype) -> None:
     _C.copy(x, wide[:, 1])
     assert_bitwise(wide[:, 1].contiguous(), x)
     assert not wide[:, ::2].any()
+    back = torch.empty_like(x)
+    _C.copy(wide[:, 1], back)
+    assert_bitwise(back, x)
     with pytest.raises(ValueError, match="out with the sizes of x"):
         _C.copy(x, out[1:])
+    with pytest.raises(ValueError, match="expected x or out to be contiguous, got 7 and 63 rows"):
+        _C.copy(wide[:, 1], torch.empty(7, 9, 2, device=device).to(dtype)[..., 0])

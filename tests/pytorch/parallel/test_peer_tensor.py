@@ -20,6 +20,12 @@ class Transfer:
     def borrow(self, sent: torch.Tensor, source: int) -> torch.Tensor:
         return self.memory
 
+    def start_copy(self, source: int, out: torch.Tensor) -> None:
+        out.copy_(self.memory)
+
+    def finish(self, out: torch.Tensor) -> None:
+        self.finished = out
+
     def release(self, source: int) -> None:
         self.memory.zero_()  # the next transfer takes it
         self.released += 1
@@ -37,8 +43,8 @@ def transfer(received) -> Transfer:
 
 @pytest.fixture
 def pending(transfer, received) -> _PeerTensor:
-    memory = SimpleNamespace(stream=None, start=lambda owner: transfer)
-    return _PeerTensor(torch.empty_like(received), memory, to=1, source=2)
+    memory = SimpleNamespace(start=lambda owner, slot: transfer)
+    return _PeerTensor(torch.empty_like(received), memory, to=1, source=2, slot=0)
 
 
 def test_waiting_copies_and_frees_the_memory(pending, transfer, received) -> None:
@@ -62,6 +68,7 @@ def test_what_is_kept_is_a_copy(pending, transfer, received) -> None:
     pending.start_copy()
     assert not transfer.released
     assert torch.equal(pending.keep(), received)
+    assert transfer.finished is pending.keep()
     assert transfer.released == 1
 
 

@@ -101,7 +101,7 @@ class CoreAttention(Part):
 
 def _backend_for(like: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     if call.context is not None and call.context.backend_for is not None:
-        found: Backend = call.context.backend_for(like.dtype, needs, call)
+        found: Backend = call.context.backend_for(like, needs, call)
         return found
     return choose(like.device, like.dtype, any(needs), call)
 

@@ -106,6 +106,10 @@ class Attention(Stage):
         """Where the backend says so."""
         return plan.options.backend.recordable(plan.options.call)
 
+    def persistent_tensors(self, plan: _Plan) -> Sequence[torch.Tensor]:
+        """Those of the backend."""
+        return plan.options.backend.persistent(plan.options.call)
+
     def draw(self, plan: _Plan, device: torch.device) -> torch.Tensor | None:
         """By the generator or tracker of the call, if the backend takes a seed."""
         draw, (p, tracker, _) = plan.options.backend.draw_seed, plan.options.call.dropout

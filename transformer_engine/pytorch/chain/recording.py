@@ -46,6 +46,7 @@ _VIEWS = {
     _aten.alias.default,
     _aten.as_strided.default,
     _aten.detach.default,
+    _aten.permute.default,
     _aten.select.int,
     _aten.slice.Tensor,
     _aten.split.Tensor,

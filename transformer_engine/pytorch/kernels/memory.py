@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import (
     Allocator,
     current_gpu,
@@ -53,6 +54,19 @@ def new_empty(
     ):
         return empty_on_gpu(tuple(shape), strides_of(shape), dtype or like.dtype)
     return like.new_empty(shape, dtype=dtype)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """`x.contiguous()`; by a call of `_C`, which can be recorded, if `x` is a range of a tensor.
+
+    Args:
+        x: a permuted tensor, or a range of one axis of a contiguous one.
+    """
+    if x.is_contiguous() or x.stride(-1) != 1:
+        return x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _C.copy(x, out)
+    return out
 
 
 @functools.lru_cache(maxsize=1024)

@@ -294,7 +294,7 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     way = way_of(x, group, whole=True)
     if way.one_shot is not None and can_sum(x):
         return Pending(way.one_shot.all_reduce(x, op))
-    _refuse_recording()
+    refuse_recording()
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     return Pending(x, dist.all_reduce(x, kind, group, async_op=way.beside))
 
@@ -315,7 +315,7 @@ def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
         return Pending(way.one_shot.all_gather(x))
     if way.memory is not None:
         return _PeerAllGather(x, way.memory)
-    _refuse_recording()
+    refuse_recording()
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     work = gather_into(result, x, group=group, async_op=way.beside)
     return Pending(result, work, held=x)
@@ -345,7 +345,7 @@ def reduce_scatter(
     whole: torch.Tensor = waited(x)
     if way.one_shot is not None and can_sum(whole):
         return Pending(plus_bias(way.one_shot.reduce_scatter(whole), bias))
-    _refuse_recording()
+    refuse_recording()
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
     work = scatter_into(result, whole, group=group, async_op=way.beside)
     summed = Pending(result, work, held=whole)
@@ -362,7 +362,7 @@ def all_to_all(x: torch.Tensor, group: Any) -> Pending:
     way = way_of(x, group, whole=True)
     if way.one_shot is not None:
         return Pending(way.one_shot.all_to_all(x))
-    _refuse_recording()
+    refuse_recording()
     received = torch.empty_like(x)
     work = dist.all_to_all_single(received, x, group=group, async_op=way.beside)
     return Pending(received, work, held=x)
@@ -373,7 +373,11 @@ def plus_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else dropout_add_forward(x, bias, None, None, 0.0)
 
 
-def _refuse_recording() -> None:
-    """Calls of torch.distributed cannot be recorded."""
+def refuse_recording() -> None:
+    """Called before torch.distributed: its calls cannot be recorded.
+
+    Raises:
+        NotRecordedError: while recording.
+    """
     if _C.is_recording():
         raise capture.NotRecordedError("a collective of torch.distributed")

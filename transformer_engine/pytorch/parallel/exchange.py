@@ -6,6 +6,7 @@ A stack is `[ranks, ...]`: one tensor for each rank of the group, in their order
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from transformer_engine.pytorch.parallel.collectives import (
     all_gather,
     all_to_all,
     reduce_scatter,
+    refuse_recording,
 )
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, Transfer, peer_memory
-from transformer_engine.pytorch.parallel.streams import on_stream
 
 
 class PendingReceive:
@@ -65,15 +66,17 @@ class _PeerTensor:
         memory: peer memory of the ring.
         to: the receiver of `x`.
         source: the sender.
+        slot: of the memory.
     """
 
-    def __init__(self, x: torch.Tensor, memory: PeerMemory, to: int, source: int) -> None:
+    def __init__(
+        self, x: torch.Tensor, memory: PeerMemory, to: int, source: int, slot: int
+    ) -> None:
         self._sent: torch.Tensor | None = x
         self._source = source
-        self._stream = memory.stream
         self._lent: torch.Tensor | None = None
         self._copy: torch.Tensor | None = None
-        self._transfer = memory.start(self)
+        self._transfer = memory.start(self, slot)
         self._transfer.send(to, x)
 
     def wait(self) -> torch.Tensor:
@@ -99,18 +102,17 @@ class _PeerTensor:
             self._lent = None
 
     def start_copy(self) -> None:
-        """Copy what was lent on another stream, while the current one reads it."""
+        """Copy what was lent, while the current stream reads it."""
         if self._lent is not None:
             self._copy = torch.empty_like(self._lent)
-            with on_stream(self._stream):
-                self._copy.copy_(self._lent)
+            self._transfer.start_copy(self._source, self._copy)
 
     def keep(self) -> torch.Tensor:
         """The copy that was begun; the peer memory is free again."""
         assert self._copy is not None
-        if self._stream is not None:
-            torch.cuda.current_stream(self._copy.device).wait_stream(self._stream)
-        self.release()
+        if self._lent is not None:
+            self._transfer.finish(self._copy)
+            self.release()
         return self._copy
 
 
@@ -139,7 +141,7 @@ class _PeerReceive(PendingReceive):
 
 
 def send_to_next(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, reverse: bool = False
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, reverse: bool = False, turn: int = 0
 ) -> PendingReceive:
     """Send tensors to the next rank of a ring, and receive those of the previous rank.
 
@@ -149,6 +151,7 @@ def send_to_next(
         tensors: of equal sizes on all ranks.
         group: the ring.
         reverse: send to the previous rank and receive from the next one.
+        turn: how many tensors of this ring were sent before, one after the other.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     step = -1 if reverse else 1
@@ -156,7 +159,12 @@ def send_to_next(
     sent = [x.contiguous() for x in tensors]
     memory = peer_memory(group, sent[0].device, max([x.nbytes for x in sent]), ring=True)
     if memory is not None:
-        return _PeerReceive([_PeerTensor(x, memory, to, source) for x in sent])
+        return _PeerReceive(
+            [
+                _PeerTensor(x, memory, to, source, (turn + i) % memory.slots)
+                for i, x in enumerate(sent)
+            ]
+        )
     return _exchange(sent, group, to, source)
 
 
@@ -208,7 +216,10 @@ class SummandExchange:
         """
         if self._transfers is not None:
             in_memory = zip(self._transfers, own, strict=True)
-            return [transfer.receive_sum(x.contiguous(), None) for transfer, x in in_memory]
+            sums = [transfer.receive_sum(x.contiguous(), None) for transfer, x in in_memory]
+            for transfer, x in zip(cycle(self._transfers), self._sent, strict=False):
+                transfer.finish(x)
+            return sums
         self._add_received()
         return [t.add_(x).to(x.dtype) for t, x in zip(self._totals, own, strict=True)]
 
@@ -233,6 +244,7 @@ class SummandExchange:
 def _exchange(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, to: int, source: int
 ) -> PendingReceive:
+    refuse_recording()
     to, source = (dist.get_global_rank(group, one) for one in (to, source))
     received = [torch.empty_like(x) for x in tensors]
     ops = [dist.P2POp(dist.isend, x, to, group) for x in tensors]

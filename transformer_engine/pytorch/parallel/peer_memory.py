@@ -78,10 +78,18 @@ def peer_memory(
     return found
 
 
-def peer_tensors(group: Any) -> tuple[torch.Tensor, ...]:
-    """`PeerMemory.tensors` of a group, but for rings; none before `peer_memory`."""
-    found = _memories.get(group or dist.group.WORLD, {}).get(False)
+def peer_tensors(group: Any, ring: bool = False) -> tuple[torch.Tensor, ...]:
+    """`PeerMemory.tensors` of a group; none before `peer_memory`."""
+    found = _memories.get(group or dist.group.WORLD, {}).get(ring)
     return () if found is None else found.tensors
+
+
+def device_in_ring(x: torch.Tensor, group: Any) -> torch.device:
+    """The device of a tensor; of a stand-in, that of the ring's memory."""
+    if not _C.is_recording():
+        return x.device
+    memory, _ = peer_tensors(group, ring=True)
+    return memory.device
 
 
 def drop_recorded() -> None:
@@ -117,7 +125,6 @@ class PeerMemory:
             ones.
         slots: of each sender.
         tensors: that calls read and write beside their arguments; they persist.
-        stream: on which tensors are sent; None on the CPU.
     """
 
     def __init__(self, group: Any, mapped: MappedMemory, room: int, ring: bool) -> None:
@@ -129,14 +136,13 @@ class PeerMemory:
         held: list[Any] = [mapped]
         self.slots = _C.peer_slots(self.ranks, ring)
         handles = [0] * (2 + _MOST_SLOTS)
-        self.stream: Any = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=-1)
+            stream = torch.cuda.Stream(device, priority=-1)  # of sends
             events = [torch.cuda.Event() for _ in range(1 + _MOST_SLOTS)]
             for event in events:
-                event.record(self.stream)  # which makes it
-            handles = [self.stream.cuda_stream, *[event.cuda_event for event in events]]
-            held += [self.stream, events]
+                event.record(stream)  # which makes it
+            handles = [stream.cuda_stream, *[event.cuda_event for event in events]]
+            held += [stream, events]
         # te::PeerField
         fields = [self.rank, timeout, mapped.lock_file, 0, *handles, room, ring, *mapped.addresses]
         self.tensors = (mapped.own, torch.tensor(fields, dtype=torch.int64, device="cpu"))
@@ -146,21 +152,16 @@ class PeerMemory:
         flags[: self.slots * self.ranks].fill_(1)  # all slots are free
         # Transfers that have not received yet, oldest first, each with its collective.
         self.waiting: deque[tuple[Transfer, Any]] = deque()
-        self._count = 0
         _synchronize(device)
         dist.barrier(group)
 
-    def start(self, collective: Any, slot: int | None = None) -> Transfer:
+    def start(self, collective: Any, slot: int) -> Transfer:
         """A new transfer for a collective, whose `wait` must call `Transfer.receive`.
 
         Args:
             collective: see above.
-            slot: of the memory, the same on all ranks; None uses slots in turn. What waits there is
-                received first.
+            slot: of the memory, the same on all ranks. What waits there is received first.
         """
-        if slot is None:
-            self._count += 1
-            slot = self._count % self.slots
         for transfer, started in [*self.waiting]:
             if transfer.slot == slot:
                 started.wait()
@@ -186,7 +187,7 @@ class Transfer:
     def __init__(self, memory: PeerMemory, slot: int) -> None:
         self.memory, self.slot = memory, slot
         self.recorded = _C.is_recording()
-        self._last: Any = None  # receiver and tensor of the last send
+        self._last: torch.Tensor | None = None  # that was sent
 
     def send(self, rank: int, x: torch.Tensor) -> None:
         """Send a tensor after the current stream has computed it.
@@ -199,7 +200,7 @@ class Transfer:
             x: at most `room` bytes; rows may have gaps between them.
         """
         _C.peer_send(x, *self.memory.tensors, rank, self.slot)
-        self._last = rank, x
+        self._last = x
 
     def send_to_all(self, x: torch.Tensor) -> None:
         """Send a tensor to all others, one after the other. See `send`."""
@@ -242,6 +243,10 @@ class Transfer:
         self._finish()
         return memory.received(sender, slot, like)
 
+    def start_copy(self, sender: int, out: torch.Tensor) -> None:
+        """Begin to copy what was borrowed, beside the current stream; `finish` waits for it."""
+        _C.peer_copy(out, *self.memory.tensors, sender, self.slot)
+
     def release(self, sender: int) -> None:
         """Let a sender, or all, write to the slot again, once the current stream has come here."""
         _C.peer_release(*self.memory.tensors, sender, self.slot)
@@ -267,7 +272,11 @@ class Transfer:
             waiting[0][1].wait()
         waiting.popleft()
 
+    def finish(self, x: torch.Tensor) -> None:
+        """Wait for this rank's last send, or copy: the memory of `x` may be used again."""
+        _C.peer_finish(x, *self.memory.tensors, self.slot)
+
     def _finish(self) -> None:
-        receiver, x = self._last
+        assert self._last is not None
+        self.finish(self._last)
         self._last = None
-        _C.peer_finish(x, *self.memory.tensors, receiver, self.slot)

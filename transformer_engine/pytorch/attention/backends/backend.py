@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -230,6 +230,7 @@ class Backend(NamedTuple):
             it `forward` draws random numbers itself.
         recordable: whether calls with these settings do nothing but allocate and call `_C`.
         records_on: the types of devices where some calls are recordable.
+        persistent: the tensors that recordable calls read and write beside their arguments.
         parts: attention with a part of the keys; None where there is no log-sum-exp.
     """
 
@@ -243,6 +244,7 @@ class Backend(NamedTuple):
     draw_seed: Callable[[torch.device], torch.Tensor] | None = None
     recordable: Callable[[Call], bool] = lambda call: False
     records_on: tuple[str, ...] = ()
+    persistent: Callable[[Call], Sequence[torch.Tensor]] = lambda call: ()
     parts: Parts | None = None
 
     def __hash__(self) -> int:

@@ -52,6 +52,7 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
+from transformer_engine.pytorch.kernels.memory import packed
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
@@ -161,8 +162,8 @@ def _restore(
     inputs = [*readable(*inputs, placed=placed)]
     if shape.qkv_format != "thd":
         lse = lse.permute(1, 2, 0) if shape.qkv_format == "sbhd" else lse.transpose(1, 2)
-    tensors = (*inputs, out.contiguous(), *stripped.tensors)
-    return Saved(lse.contiguous(), tensors, stripped.facts)
+    tensors = (*inputs, packed(out), *stripped.tensors)
+    return Saved(packed(lse), tensors, stripped.facts)
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.attention.context.parts import (
 )
 from transformer_engine.pytorch.attention.context.score_blocks import Chunks
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
+from transformer_engine.pytorch.kernels.memory import packed
 from transformer_engine.pytorch.parallel.streams import on_stream
 
 
@@ -70,7 +71,8 @@ def attend(
     for step in steps:
         for part in rank_call.parts(step.chunks):
             part_inputs = _inputs(rank_call, part, query, step)
-            out, log_sum_exp, (backend, saved) = part_forward(part_inputs, part, needs)
+            found = part_forward(part_inputs, part, needs, rank_call.device)
+            out, log_sum_exp, (backend, saved) = found
             with on_stream(stream, out, log_sum_exp):
                 merger.add(part.block.queries, out, log_sum_exp)
             if any(needs):
@@ -113,11 +115,10 @@ class Backward:
     """
 
     def __init__(self, rank_call: RankCall, grad: torch.Tensor, saved: Saved, needs: Needs) -> None:
-        self.rank_call, self.grad, self.needs = rank_call, grad, needs
+        self.rank_call, self.grad, self.needs = rank_call, grad.contiguous(), needs
         self.query, self.out = rank_call.values(saved.tensors[0]), saved.tensors[3]
         assert saved.log_sum_exp is not None
-        self._saved_lse = saved.log_sum_exp
-        self._lse = saved.log_sum_exp.masked_fill(saved.log_sum_exp == -torch.inf, torch.inf)
+        self._lse = saved.log_sum_exp
         self._tensors, self._records = saved.tensors[4 + TENSORS :], saved.facts
         self._query_grad = GradSum(rank_call, self.query)
         bias = rank_call.call.bias.tensor
@@ -136,7 +137,7 @@ class Backward:
             grad, out, lse = (call.narrow(x, queries) for x in (self.grad, self.out, self._lse))
             tensors = (*_inputs(call, part, self.query, step), out)
             saved_part = SavedPart(record.backend, saved)
-            found = part_backward(grad, tensors, lse, part, saved_part, self.needs)
+            found = part_backward(packed(grad), tensors, lse, part, saved_part, self.needs)
             self._query_grad.add_if_wanted(queries, found.query)
             key_grad.add_if_wanted(keys, found.key)
             value_grad.add_if_wanted(keys, found.value)
@@ -155,7 +156,7 @@ class Backward:
         sink = None
         if needs.sink and call.sink.offset is not None:
             size = call.shape.value_size
-            sink = sink_gradient(call.sink.offset, self._saved_lse, self.grad, self.out, size)
+            sink = sink_gradient(call.sink.offset, self._lse, self.grad, self.out, size)
         bias = self._bias_grad
         if bias is not None and call.bias.tensor is not None:
             bias = bias.to(call.bias.tensor.dtype)

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.parallel.order import to_rank_order, to_sequence
 class _GatherCall:
     """A call on one rank of the group."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, device: torch.device) -> None:
         context, shape = call.context, call.shape
         assert context is not None and context.group is not None
         self.group, self.ranks = context.group, context.group_size
@@ -39,7 +39,7 @@ class _GatherCall:
         queries = chunks_of_rank(context.group_rank, self.ranks, lengths[0])
         self.key_chunks = chunks_of_all(self.ranks, lengths[1])
         tokens = (shape.queries, shape.keys * self.ranks)
-        self.rank_call = RankCall(call, self.ranks, queries, 1, tokens)
+        self.rank_call = RankCall(call, self.ranks, queries, 1, tokens, device)
 
     def all_keys(self, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         """The keys and values of all ranks: the only step."""
@@ -59,13 +59,13 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
-    gather = _GatherCall(call)
+    gather = _GatherCall(call, query.device)
     return attend(gather.rank_call, [gather.all_keys(key, value)], (query, key, value), needs)
 
 
 def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
     """See `backends/__init__.py`."""
-    gather = _GatherCall(with_saved_tensors(call, saved))
+    gather = _GatherCall(with_saved_tensors(call, saved), grad.device)
     steps = Backward(gather.rank_call, grad, saved, needs)
     _, key, value, _ = saved.tensors[:4]
     grads = steps.run(gather.all_keys(key, value))

@@ -32,7 +32,7 @@ class ContextGroup:
     group: dist.ProcessGroup | None
     heads: dist.ProcessGroup | None = None
     stream: Any = None
-    backend_for: Callable[[torch.dtype, tuple[bool, ...], Call], Any] | None = None
+    backend_for: Callable[[torch.Tensor, tuple[bool, ...], Call], Any] | None = None
     known: set[Any] = field(default_factory=set)
 
     @property

@@ -62,7 +62,7 @@ class _PartMerger:
         if out is None:
             out = self._out = self._like.new_empty(self._shape, dtype=dtype)
             if self._weighted:
-                self._log_sum_exp = out.new_empty(self._shape[:-1], dtype=torch.float32)
+                self._log_sum_exp = self._new_log_sum_exp(out)
         sums = [part.log_sum_exp for part in waiting if part.log_sum_exp is not None]
         if waiting:
             begins = [part.begin for part in waiting]
@@ -71,8 +71,16 @@ class _PartMerger:
         elif fresh:
             out.zero_()
             if self._log_sum_exp is not None:
-                self._log_sum_exp.fill_(-torch.inf)
+                self._log_sum_exp.fill_(torch.inf)
         return out
+
+    def _new_log_sum_exp(self, out: torch.Tensor) -> torch.Tensor:
+        """`[..., heads]`. Tokens lie side by side, as the backward of a part wants them."""
+        if self._packed:
+            return out.new_empty(self._shape[:-1], dtype=torch.float32)
+        sizes = [self._shape[axis] for axis in (1 - self._token_axis, 2, self._token_axis)]
+        found = out.new_empty(sizes, dtype=torch.float32)
+        return found.transpose(1, 2) if self._token_axis == 1 else found.permute(2, 0, 1)
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that another stream than that of `add` reads what was merged."""
@@ -110,6 +118,7 @@ class OutputMerger(_PartMerger):
         assert merged_lse is not None
         log_sum_exp = merged_lse
         if sink is not None:
+            merged_lse = merged_lse.masked_fill(merged_lse == torch.inf, -torch.inf)
             log_sum_exp = torch.logaddexp(merged_lse, sink.float())
             out = out * torch.exp(merged_lse - log_sum_exp).unsqueeze(-1)
         return out.flatten(-2).to(dtype), log_sum_exp

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine import _C
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
 from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.context.lengths import UNIT, Lengths, lengths_of
@@ -27,7 +28,7 @@ from transformer_engine.pytorch.attention.core.call import (
 )
 from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.masks.masks import MaskRule, MaskType, build_mask
-from transformer_engine.pytorch.capture import memoize
+from transformer_engine.pytorch.capture import NotRecordedError, memoize
 
 _ALL = Needs(True, True, True)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -66,12 +67,20 @@ class RankCall:
         queries: the chunks that this rank has.
         key_shares: keys in memory are one of this many equal shares of each sequence.
         tokens: number of queries and number of keys in memory.
+        device: of the tensors; a recording has stand-ins, which are on the CPU.
     """
 
     def __init__(
-        self, call: Call, ranks: int, queries: Chunks, key_shares: int, tokens: tuple[int, int]
+        self,
+        call: Call,
+        ranks: int,
+        queries: Chunks,
+        key_shares: int,
+        tokens: tuple[int, int],
+        device: torch.device,
     ) -> None:
         self.call = call
+        self.device = device
         self.ranks = ranks
         self.queries = queries
         self.key_shares = key_shares
@@ -208,9 +217,18 @@ def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | N
 
 
 def part_forward(
-    inputs: Inputs, part: AttentionPart, needs: Needs
+    inputs: Inputs, part: AttentionPart, needs: Needs, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, SavedPart]:
     """Run a part.
+
+    Args:
+        inputs: query, key and value.
+        part: its call.
+        needs: which gradients a backward will be asked for.
+        device: for which a backend is chosen.
+
+    Raises:
+        NotRecordedError: while recording, if the backend cannot be.
 
     Returns:
         The result, its log-sum-exp `[..., heads]` (infinite for queries that see no key of the
@@ -222,10 +240,12 @@ def part_forward(
         bias = bias.detach().requires_grad_()
     with torch.set_grad_enabled(needs.bias):
         asked = call if bias is None else call._replace(bias=Bias(call.bias.type, bias))
-        backend = choose(inputs[0].device, inputs[0].dtype, any(needs), asked)
+        backend = choose(device, inputs[0].dtype, any(needs), asked)
     parts = backend.parts
     assert parts is not None, "the table of requirements refuses others"
-    call = with_seed(call, backend, inputs[0].device)
+    if _C.is_recording() and not backend.recordable(call):
+        raise NotRecordedError(f"attention by the backend {backend.name}")
+    call = with_seed(call, backend, device)
     with torch.no_grad():
         out, saved = backend.forward(*inputs, call, _ALL._replace(bias=needs.bias))
         assert saved is not None

@@ -32,6 +32,11 @@ from transformer_engine.pytorch.parallel.exchange import (
     SummandExchange,
     send_to_next,
 )
+from transformer_engine.pytorch.parallel.peer_memory import (
+    device_in_ring,
+    peer_memory,
+    peer_tensors,
+)
 
 
 class _Ring:
@@ -43,7 +48,7 @@ class _Ring:
 
     last: Sequence[torch.Tensor] = ()
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, like: torch.Tensor) -> None:
         context, shape = call.context, call.shape
         assert context is not None and context.group is not None
         self.group, self.rank, self.ranks = context.group, context.group_rank, context.group_size
@@ -51,7 +56,8 @@ class _Ring:
         self.key_length = UNIT if packed else shape.keys // 2
         queries = chunks_of_rank(self.rank, self.ranks, UNIT if packed else shape.queries // 2)
         tokens = (shape.queries, shape.keys)
-        self.rank_call = RankCall(call, self.ranks, queries, self.ranks, tokens)
+        device = device_in_ring(like, self.group)
+        self.rank_call = RankCall(call, self.ranks, queries, self.ranks, tokens, device)
 
     def forward_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
         """All steps. The keys of the next step are received while the caller computes with these.
@@ -92,7 +98,7 @@ class _Ring:
         """
         lent: PendingReceive | None = None
         for step in range(1, steps):
-            pending = send_to_next(tensors, self.group, reverse)
+            pending = send_to_next(tensors, self.group, reverse, turn=(step - 1) * len(tensors))
             yield tensors
             tensors = pending.lend()
             if lent is not None:  # by now they have been read, and sent
@@ -122,7 +128,7 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
-    ring = _Ring(call)
+    ring = _Ring(call, query)
     steps = ring.forward_steps(key, value)
     out, saved = attend(ring.rank_call, steps, (query, key, value), needs)
     if saved is None:
@@ -132,7 +138,7 @@ def forward(
 
 def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
     """See `backends/__init__.py`."""
-    ring = _Ring(with_saved_tensors(call, saved))
+    ring = _Ring(with_saved_tensors(call, saved), grad)
     steps = Backward(ring.rank_call, grad, saved, needs)
     sums = SummandExchange(ring.group)
     for step in ring.reverse_steps(*saved.tensors[-2:]):
@@ -141,4 +147,43 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     return steps.gradients(*sums.results([grad.result() for grad in own_grads]))
 
 
-BACKEND = Backend("p2p", *with_casts(forward, backward), keeps_scores=True, requirements=())
+def reserve_memory(query: torch.Tensor, call: Call) -> None:
+    """Have peer memory for a call before it is recorded. All ranks of the ring must call this."""
+    context, shape = call.context, call.shape
+    assert context is not None
+    if context.stream is not None or not _is_plain(call):
+        return
+    tokens, heads = (shape.batch or 1) * shape.keys, shape.groups
+    count = tokens * heads * max(shape.key_size, shape.value_size) * query.element_size()
+    for ring in (True, False):
+        peer_memory(context.group, query.device, count, ring)
+
+
+def _is_plain(call: Call) -> bool:
+    return call._replace(context=None).is_plain and call.shape.band is not None
+
+
+def _peer_tensors(call: Call) -> tuple[torch.Tensor, ...]:
+    context = call.context
+    assert context is not None
+    return (*peer_tensors(context.group, ring=True), *peer_tensors(context.group))
+
+
+def _recordable(call: Call) -> bool:
+    """Where everything passes through peer memory, and merging has no stream of its own."""
+    context = call.context
+    assert context is not None
+    return context.stream is None and _is_plain(call) and len(_peer_tensors(call)) == _RECORDED
+
+
+_RECORDED = 4  # tensors of peer memory: of keys and values, and of their gradients
+
+BACKEND = Backend(
+    "p2p",
+    *with_casts(forward, backward),
+    keeps_scores=True,
+    requirements=(),
+    recordable=_recordable,
+    records_on=("cuda",),
+    persistent=_peer_tensors,
+)

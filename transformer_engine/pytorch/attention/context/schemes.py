@@ -15,7 +15,7 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.agreement import agree
 
 
-def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
+def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     """The backend of a call with a `ContextGroup`: it communicates, and calls other backends.
 
     Before the first call of each structure the ranks compare their calls, see `agree`.
@@ -26,11 +26,13 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
     """
     context = call.context
     assert context is not None
-    structure = _structure(dtype, needs, call)
+    structure = _structure(query.dtype, needs, call)
     known = (structure, None if call.casts is None else call.casts.reduction)
     if known not in context.known and not is_capturing():
         _meet(context, structure, call)
         context.known.add(known)
+        if context.comm_type == "p2p":
+            ring.reserve_memory(query, call)
     if context.heads is not None:
         return heads.BACKEND
     return gather.BACKEND if context.comm_type == "all_gather" else ring.BACKEND
