@@ -15,6 +15,10 @@ void send(const TensorView& x, const TensorView& memory, const TensorView& group
   peer_send(x, {memory, group, rank, slot}, stream_of(x));
 }
 
+void spread(const TensorView& x, const TensorView& memory, const TensorView& group, int slot) {
+  peer_spread(x, memory, group, slot, stream_of(x));
+}
+
 void receive(const TensorView& memory, const TensorView& group, int rank, int slot) {
   peer_receive({memory, group, rank, slot}, stream_of(memory));
 }
@@ -47,6 +51,7 @@ void bind_peer_memory(pybind11::module_& m) {
   using pybind11::arg;
   const auto memory = arg("memory"), group = arg("group"), rank = arg("rank"), slot = arg("slot");
   m.def("peer_send", recordable<&send>, arg("x"), memory, group, rank, slot);
+  m.def("peer_spread", recordable<&spread>, arg("x"), memory, group, slot);
   m.def("peer_receive", recordable<&receive>, memory, group, rank, slot);
   m.def("peer_sum", recordable<&sum>, arg("own"), arg("bias"), arg("out"), memory, group, slot);
   m.def("peer_copy", recordable<&copy_received>, arg("out"), memory, group, rank, slot);

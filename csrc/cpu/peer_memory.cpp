@@ -22,12 +22,12 @@ void wait_for(void* address, const AwaitedRank& rank, const char* op) {
 
 }  // namespace
 
-void peer_send(const Rows& rows, const PeerSlots& slots) {
+void peer_send(const Rows& rows, const PeerSlots& slots, int64_t pitch) {
   for (const PeerSlot& slot : slots) {
     wait_for(slot.free, slot.other, "peer_send");
     clear(slot.free);
     for (int64_t row = 0; row < rows.count; ++row)
-      std::memcpy(slot.data + row * rows.bytes, rows.data + row * rows.pitch,
+      std::memcpy(slot.data + row * pitch, rows.data + row * rows.pitch,
                   static_cast<size_t>(rows.bytes));
     set(slot.arrived);
   }

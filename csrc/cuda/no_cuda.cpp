@@ -94,7 +94,7 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs&, Stream) {
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
 void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
 void one_shot(const OneShotPiece&, Device, int64_t&, Stream) { absent("one_shot"); }
-void peer_send(const Rows&, const PeerSlots&, const PeerEvents&, Device, Stream) {
+void peer_send(const Rows&, const PeerSlots&, int64_t, const PeerEvents&, Device, Stream) {
   absent("peer_send");
 }
 void peer_receive(const PeerSlots&, int64_t&, Device, Stream) { absent("peer_receive"); }

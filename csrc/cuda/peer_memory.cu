@@ -84,8 +84,8 @@ __global__ void release_kernel(const __grid_constant__ Released slots) {
 
 }  // namespace
 
-void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& events, Device device,
-               Stream stream) {
+void peer_send(const Rows& rows, const PeerSlots& slots, int64_t pitch, const PeerEvents& events,
+               Device device, Stream stream) {
   const DeviceGuard guard(device);
   const cudaStream_t sends = send_stream(events, stream, "peer_send");
   std::vector<MemoryOperation> turns;
@@ -93,7 +93,10 @@ void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& event
   for (const PeerSlot& slot : slots) turns.push_back(write(slot.free, 0));
   run(sends, std::move(turns));
   for (const PeerSlot& slot : slots) {
-    copy_rows(rows, without_gaps(rows, slot.data), sends, "peer_send");
+    Rows target = rows;
+    target.data = slot.data;
+    target.pitch = pitch;
+    copy_rows(rows, target, sends, "peer_send");
     run(sends, {write(slot.arrived, 1)});
   }
   check(cudaEventRecord(event_of(events.sent), sends), "peer_send");

@@ -36,6 +36,9 @@ class Group {
   int slots() const { return peer_slots(ranks_, ring()); }
   int64_t room() const { return at(PeerField::Room); }
   char* own_memory() const { return memory_of(own()); }
+  char* memory_of(int rank) const {
+    return reinterpret_cast<char*>(fields_[index(PeerField::Addresses) + rank]);
+  }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
   int64_t sent() const { return fields_[index(PeerField::Sent) + slot_]; }
   // Slots of one rank, or of all others.
@@ -54,11 +57,8 @@ class Group {
  private:
   int64_t at(PeerField field) const { return fields_[index(field)]; }
   int own() const { return static_cast<int>(at(PeerField::Rank)); }
-  char* memory_of(int rank) const {
-    return reinterpret_cast<char*>(fields_[index(PeerField::Addresses) + rank]);
-  }
 
-  // Those of all others, beginning with the nearest one, lie in this order in memory.
+  // Those of all others, beginning with the nearest one, lie side by side in this order.
   template <class SlotOf>
   PeerSlots slots_of(int rank, int step, const SlotOf& slot_of) const {
     if (rank != kAllOthers) {
@@ -78,7 +78,7 @@ class Group {
             "expected the next rank of a ring or the previous one, got ", receiver, " from ",
             sender);
     const int number = (ring() ? std::min(distance, 2) : distance) - 1;
-    return {.data = memory_of(receiver) + room() * (slots() * number + slot_),
+    return {.data = memory_of(receiver) + room() * (senders_of(ranks_, ring()) * slot_ + number),
             .free = flag(sender, slot_ * ranks_ + receiver),
             .arrived = flag(receiver, (slots() + slot_) * ranks_ + sender),
             .other = {.rank = sender == own() ? receiver : sender,
@@ -94,6 +94,13 @@ class Group {
   int ranks_, slot_;
   const char* op_;
 };
+
+void send(const TensorView& x, const Rows& rows, const PeerSlots& slots, int64_t pitch,
+          const Group& group, Stream stream) {
+  on_device(
+      x, [&] { cpu::peer_send(rows, slots, pitch); },
+      [&] { cuda::peer_send(rows, slots, pitch, group.events(), x.device, stream); });
+}
 
 }  // namespace
 
@@ -116,9 +123,23 @@ void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream) {
           " bytes, got ", x);
   const Rows rows = rows_of(x, "peer_send", "x");
   const PeerSlots slots = group.to(to.rank);
-  on_device(
-      x, [&] { cpu::peer_send(rows, slots); },
-      [&] { cuda::peer_send(rows, slots, group.events(), x.device, stream); });
+  send(x, rows, slots, rows.bytes, group, stream);
+}
+
+void peer_spread(const TensorView& x, const TensorView& memory, const TensorView& group, int slot,
+                 Stream stream) {
+  constexpr const char* kOp = "peer_spread";
+  const Group of(group, slot, kOp);
+  check::same_device(x, memory, kOp, "x");
+  const Rows rows = rows_of(x, kOp, "x");
+  PeerSlots slots = of.to(kAllOthers);
+  const int64_t bytes = of.room() * (of.ranks() - 1), first = bytes * slot;
+  const int64_t place = x.ptr<char>() - of.own_memory();
+  const int64_t reach = rows.pitch * (rows.count - 1) + rows.bytes;
+  require(place >= first && place + reach <= first + bytes, Kind::Value, kOp, "expected x in the ",
+          bytes, " bytes of the slot, got ", reach, " bytes at ", place - first);
+  for (PeerSlot& other : slots) other.data = of.memory_of(other.other.rank) + place;
+  send(x, rows, slots, rows.pitch, of, stream);
 }
 
 void peer_receive(const PeerTransfer& from, Stream stream) {
@@ -168,7 +189,7 @@ void peer_sum(const PeerSum& sum, Stream stream) {
   peer_receive(all, stream);
   const SumParts parts{.own = own,
                        .first = group.from(kAllOthers).front().data,
-                       .stride = group.slots() * group.room(),
+                       .stride = group.room(),
                        .count = group.ranks() - 1,
                        .bias = sum.bias,
                        .out = sum.out};

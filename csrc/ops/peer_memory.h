@@ -8,7 +8,7 @@
 //   arrived  in memory of the receiver: the tensor is there
 // The sender clears `free` before it sends, and the receiver clears `arrived` before it sets
 // `free`. The memory of a rank holds, in this order,
-//   the slots of each rank that sends to it
+//   the slots, each with room for a tensor of each rank that sends to it, the nearest one first
 //   free     [slots, ranks], 8 bytes each
 //   arrived  [slots, ranks], 8 bytes each
 // Calls may be recorded, and captured into CUDA graphs.
@@ -56,6 +56,11 @@ struct PeerTransfer {
 // the next rank.
 void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream);
 
+// Sends `x`, which lies in a slot of this rank's own memory, to the same place in the memory of all
+// others: each rank has a part of a tensor that lies across the slot. See peer_send.
+void peer_spread(const TensorView& x, const TensorView& memory, const TensorView& group, int slot,
+                 Stream stream);
+
 // Waits for `arrived`: what follows on the stream may read the tensor.
 void peer_receive(const PeerTransfer& from, Stream stream);
 
@@ -99,7 +104,8 @@ struct PeerSlot {
 using PeerSlots = std::vector<PeerSlot>;
 
 namespace cpu {
-void peer_send(const Rows& rows, const PeerSlots& slots);
+// `pitch`: of the rows at the receivers.
+void peer_send(const Rows& rows, const PeerSlots& slots, int64_t pitch);
 void peer_receive(const PeerSlots& slots);
 void peer_copy(const Rows& out, const PeerSlot& slot);
 void peer_release(const PeerSlots& slots);
@@ -111,8 +117,8 @@ struct PeerEvents {
   int64_t computed;
   int64_t sent;
 };
-void peer_send(const Rows& rows, const PeerSlots& slots, const PeerEvents& events, Device device,
-               Stream stream);
+void peer_send(const Rows& rows, const PeerSlots& slots, int64_t pitch, const PeerEvents& events,
+               Device device, Stream stream);
 void peer_receive(const PeerSlots& slots, int64_t& last_stream, Device device, Stream stream);
 void peer_copy(const Rows& out, const PeerSlot& slot, const PeerEvents& events, Device device,
                Stream stream);

@@ -20,6 +20,9 @@ from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
+COLUMNS = -1  # in the place of a rank
+
+
 @contextmanager
 def in_parts() -> Iterator[list[int]]:
     """Inside, layers that ask for overlap pass tensors part by part, however small they are.
@@ -47,7 +50,7 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
     received: list[int] = []
     transfer_type = peer_memory.Transfer
     receive, receive_sum = transfer_type.receive, transfer_type.receive_sum
-    borrow = transfer_type.borrow
+    borrow, receive_parts = transfer_type.borrow, transfer_type.receive_parts
 
     def counted(*arguments: Any) -> Iterator[tuple[int, torch.Tensor]]:
         for rank, part in receive(*arguments):
@@ -62,7 +65,12 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
         received.append(sender)
         return borrow(transfer, like, sender)
 
+    def counted_columns(transfer: Any) -> None:
+        received.append(COLUMNS)
+        receive_parts(transfer)
+
     patch.setattr(transfer_type, "receive", counted)
+    patch.setattr(transfer_type, "receive_parts", counted_columns)
     patch.setattr(transfer_type, "receive_sum", counted_sum)
     patch.setattr(transfer_type, "borrow", counted_borrow)
     return received
@@ -74,8 +82,11 @@ def matrix_in_parts(rank: int, cases: Any) -> Any:
         return tensor_parallel_ranks.matrix(rank, cases), len(received)
 
 
-def weights_in_fp8(rank: int) -> list[float]:
-    """How far results and gradients in parts are from those that arrive as a whole."""
+def weights_in_fp8(rank: int) -> tuple[list[float], int]:
+    """How far results and gradients in parts are from those that arrive as a whole.
+
+    Also how many transposes were gathered by their columns.
+    """
 
     def steps(overlap: Overlap) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -101,9 +112,10 @@ def weights_in_fp8(rank: int) -> list[float]:
         return [y.detach(), x.grad, mlp.fc1_weight.grad, mlp.fc2_weight.grad]
 
     whole = steps(Overlap())
-    with in_parts():
+    with in_parts() as received:
         parts = steps(Overlap(gather=True, scatter=True, grad_gather=True))
-    return [tensor_parallel_ranks.difference(x, y) for x, y in zip(parts, whole, strict=True)]
+    pairs = zip(parts, whole, strict=True)
+    return [tensor_parallel_ranks.difference(x, y) for x, y in pairs], received.count(COLUMNS)
 
 
 def tensors_left(rank: int) -> int:

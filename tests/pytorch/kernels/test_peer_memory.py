@@ -98,6 +98,31 @@ class Ranks:
         self.act(lambda rank: self.send(xs[rank], rank, lambda _: [ALL_OTHERS], slot), receive)
         return found
 
+    def side_by_side(self, xs, slot: int) -> list[torch.Tensor]:
+        """The columns of all ranks, as they lie across a slot of each."""
+        found: list[torch.Tensor] = [torch.empty(0)] * self.count
+        rows, cols = xs[0].shape
+        whole = []
+        for rank in range(self.count):
+            place = _C.peer_slot_offset(self.groups[rank], ALL_OTHERS, slot)
+            nbytes = self.count * xs[0].nbytes
+            whole.append(self.memories[rank][place : place + nbytes].view(rows, -1))
+
+        def send(rank: int) -> None:
+            own = whole[rank].narrow(1, rank * cols, cols)
+            _C.copy(xs[rank], own)
+            _C.peer_spread(own, self.memories[rank], self.groups[rank], slot)
+
+        def receive(rank: int) -> None:
+            own = self.memories[rank], self.groups[rank]
+            _C.peer_receive(*own, ALL_OTHERS, slot)
+            found[rank] = whole[rank].clone()
+            _C.peer_release(*own, ALL_OTHERS, slot)
+            _C.peer_finish(xs[rank], *own, slot)
+
+        self.act(send, receive)
+        return found
+
     def act(self, send, receive) -> None:
         """Each rank sends and receives, on a thread or a stream of its own."""
         if self.streams:
@@ -156,6 +181,15 @@ def test_all_others_receive_what_is_sent_to_all(device, count) -> None:
                     assert_bitwise(got, xs[(rank - distance) % count])
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_columns_of_ranks_lie_side_by_side(device, count) -> None:
+    ranks = Ranks(count, device)
+    for slot in (0, 1, 1, 0):
+        xs = [torch.randint(0, 255, (24, 32), device=device).to(torch.uint8) for _ in range(count)]
+        for found in ranks.side_by_side(xs, slot):
+            assert_bitwise(found, torch.cat(xs, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [2, 4, 10])
 @pytest.mark.parametrize("shape", [(6, 3, 16), (5, 7)], ids=str)
@@ -198,6 +232,10 @@ def test_errors_name_what_is_wrong(device) -> None:
         _C.peer_send(x[:8], *own, ALL_OTHERS, 0)
     with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
         _C.peer_copy(x, *own, 1, 0)
+    two = Ranks(2, device)
+    slot = two.memories[0][ROOM - 8 : ROOM + 8]  # across two slots
+    with pytest.raises(ValueError, match="in the 4096 bytes of the slot, got 16 bytes at 4088"):
+        _C.peer_spread(slot, two.memories[0], two.groups[0], 0)
     with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
         _C.peer_sum(x, None, x, *own, 0)
     with pytest.raises(ValueError, match="for out, got"):

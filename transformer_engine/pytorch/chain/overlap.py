@@ -19,7 +19,7 @@ from transformer_engine.pytorch.chain.segment import Segment, reader_of
 from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import ParamGradTask
 from transformer_engine.pytorch.fp8.casts.operands import Operands, flatten_values, unflatten_values
-from transformer_engine.pytorch.parallel.collectives import waited
+from transformer_engine.pytorch.parallel.collectives import lent, release
 
 Buffers = list[torch.Tensor | None]
 
@@ -54,7 +54,11 @@ class RecordedParamGradTask(ParamGradTask):
 
     def gradients(self) -> Sequence[Any]:
         """Compute the gradients, from a recording if possible."""
-        like = [self.carry, Operands(None, waited(self.input_again))]
+        grads = self._gradients([self.carry, Operands(None, lent(self.input_again))])
+        release(self.input_again)
+        return grads
+
+    def _gradients(self, like: Sequence[Any]) -> Sequence[Any]:
         main = [] if self.target is None else [self.target.main_grad]
         inputs = [*flatten_values(like), *self.buffers, *main]
         mode = None if self.target is None else self.target.mode

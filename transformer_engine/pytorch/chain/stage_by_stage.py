@@ -16,7 +16,7 @@ from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, ResultRequest, Saved
 from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
-from transformer_engine.pytorch.parallel.collectives import waited
+from transformer_engine.pytorch.parallel.collectives import lent, release, waited
 
 
 def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> list[Saved]:
@@ -103,9 +103,12 @@ class ParamGradTask:
         """Compute the gradients."""
         stage, plan = self.plan.chain.steps[self.number].stage, self.plan.stage_plans[self.number]
         saved = self.saved
-        if self.input_again is not None:
-            saved = saved._replace(input_again=waited(self.input_again))
-        return stage.backward_params(self.carry, saved, plan)
+        if self.input_again is None:
+            return stage.backward_params(self.carry, saved, plan)
+        saved = saved._replace(input_again=lent(self.input_again))
+        grads = stage.backward_params(self.carry, saved, plan)
+        release(self.input_again)
+        return grads
 
 
 def run_backward(

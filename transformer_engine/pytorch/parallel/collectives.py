@@ -30,8 +30,8 @@ scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
     dist, "reduce_scatter_tensor", None
 )
 
-_GATHERS, _SCATTERS = range(2)  # slots of peer memory
-Finish = Callable[[torch.Tensor], Any]
+GATHERS, _SCATTERS = range(2)  # slots of peer memory
+Finish = Callable[[Any], Any]
 
 
 class RankParts(NamedTuple):
@@ -66,7 +66,7 @@ class Pending:
         self._work = work
         self._finish = finish
         self._held = held
-        self._parts: Callable[[bool, bool], RankParts] | None = None
+        self._parts: Callable[[bool], RankParts] | None = None
 
     def wait(self) -> Any:
         """The result. On a GPU the stream waits, not the host."""
@@ -87,8 +87,8 @@ class Pending:
         made = Pending(None, self, lambda _: finish(self.result))
         if of_part is not None and self.has_parts:
 
-            def of_parts(keep: bool, at_once: bool) -> RankParts:
-                found = self.parts(keep, at_once)
+            def of_parts(keep: bool) -> RankParts:
+                found = self.parts(keep)
                 assert found is not None
                 return RankParts(found.ranks, ((rank, of_part(part)) for rank, part in found.each))
 
@@ -100,14 +100,20 @@ class Pending:
         """Whether `parts` returns any."""
         return self._parts is not None
 
-    def parts(self, keep: bool, at_once: bool = False) -> RankParts | None:
+    def parts(self, keep: bool) -> RankParts | None:
         """The result part by part; None if it arrives as a whole. The caller must read all parts.
 
         Args:
             keep: also assemble the whole result, because `wait` will be called afterwards.
-            at_once: wait for all parts before the first of another rank.
         """
-        return None if self._parts is None else self._parts(keep, at_once)
+        return None if self._parts is None else self._parts(keep)
+
+    def lend(self) -> Any:
+        """The result, to be read before `release` is called."""
+        return self.wait()
+
+    def release(self) -> None:
+        """Nobody reads any more what was lent."""
 
 
 class _PeerAllGather(Pending):
@@ -117,17 +123,17 @@ class _PeerAllGather(Pending):
 
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
-        self._own, self._transfer = x, memory.start(self, _GATHERS)
+        self._own, self._transfer = x, memory.start(self, GATHERS)
         self._transfer.send_to_all(x)
 
     @property
     def has_parts(self) -> bool:
         return True
 
-    def parts(self, keep: bool, at_once: bool = False) -> RankParts:
-        return RankParts(self._transfer.memory.ranks, self._receive(keep, at_once))
+    def parts(self, keep: bool) -> RankParts:
+        return RankParts(self._transfer.memory.ranks, self._receive(keep))
 
-    def _receive(self, keep: bool, at_once: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    def _receive(self, keep: bool, at_once: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         own, memory = self._own, self._transfer.memory
         rows = own.shape[0]
         if self.result is not None:  # a later collective has waited for this one already
@@ -212,6 +218,17 @@ class _PeerReduceScatter(Pending):
 def waited(value: Any) -> Any:
     """The value; waits for it if it is pending."""
     return value.wait() if isinstance(value, Pending) else value
+
+
+def lent(value: Any) -> Any:
+    """The value, to be read before `release`; waits for it if it is pending."""
+    return value.lend() if isinstance(value, Pending) else value
+
+
+def release(value: Any) -> None:
+    """Nobody reads any more what `lent` returned for this value."""
+    if isinstance(value, Pending):
+        value.release()
 
 
 def _received_bytes(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> int:

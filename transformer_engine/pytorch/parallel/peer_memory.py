@@ -7,6 +7,7 @@ at the same time; kernels of NCCL would wait until a GEMM that fills the GPU has
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -175,6 +176,15 @@ class PeerMemory:
         place = _C.peer_slot_offset(group, sender, slot)
         return own.narrow(0, place, like.nbytes).view(like.dtype).view(like.shape)
 
+    def across(self, slot: int, shape: tuple[int, int]) -> torch.Tensor | None:
+        """uint8 across a slot of this rank, of which ranks have parts; None if it has no room."""
+        own, group = self.tensors
+        count = math.prod(shape)
+        if count > self.room * len(self.others):
+            return None
+        place = _C.peer_slot_offset(group, _ALL_OTHERS, slot)
+        return own.narrow(0, place, count).view(shape)
+
 
 class Transfer:
     """The tensors that ranks send each other for one collective.
@@ -205,6 +215,21 @@ class Transfer:
     def send_to_all(self, x: torch.Tensor) -> None:
         """Send a tensor to all others, one after the other. See `send`."""
         self.send(_ALL_OTHERS, x)
+
+    def spread(self, x: torch.Tensor) -> None:
+        """Send a part of what lies across the slot to the same place at all others. See `send`."""
+        _C.peer_spread(x, *self.memory.tensors, self.slot)
+        self._last = x
+
+    def receive_parts(self) -> None:
+        """Wait for the parts of all others, until `release_parts`; as `receive` does."""
+        self._come_next()
+        _C.peer_receive(*self.memory.tensors, _ALL_OTHERS, self.slot)
+
+    def release_parts(self) -> None:
+        """Nobody reads what lies across the slot any more; this rank's sends have ended, too."""
+        self.release(_ALL_OTHERS)
+        self._finish()
 
     def receive(
         self, like: torch.Tensor, at_once: bool = False

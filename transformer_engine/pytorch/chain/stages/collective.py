@@ -27,6 +27,7 @@ from transformer_engine.pytorch.chain.stages.fp8_gather import (
     gather_both_sides,
     gather_columns,
     gather_rows,
+    gather_transposed,
 )
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
@@ -247,8 +248,7 @@ class Gather(Collective):
             return all_gather(tensors[0], group, in_parts)
         matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
         if matrix.layout.transposes:
-            both = gather_both_sides(matrix, group, in_parts, columns_only=True)
-            return both.then(_column_wise)
+            return gather_transposed(matrix, group, in_parts)
         return gather_columns(matrix, group, in_parts)
 
     def backward_data(
@@ -370,10 +370,6 @@ def _plain_sides(x: Any) -> Operands:
 
 def _row_wise(row: Any) -> Operands:
     return Operands(row, None)
-
-
-def _column_wise(operands: Any) -> Any:
-    return operands.columnwise
 
 
 def _saved_side(side: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:

@@ -14,7 +14,14 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Operands, transposed
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.parallel.collectives import Pending, RankParts, all_gather
+from transformer_engine.pytorch.parallel.collectives import (
+    GATHERS,
+    Pending,
+    RankParts,
+    all_gather,
+    way_of,
+)
+from transformer_engine.pytorch.parallel.peer_memory import PeerMemory
 from transformer_engine.pytorch.scale_layout import ScaleLayout
 
 _PRODUCT_ROWS = 16  # parts can be multiplied one by one if their rows are a multiple of this
@@ -34,30 +41,93 @@ def gather_rows(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pendin
     def finish(rows: torch.Tensor) -> Fp8Matrix:
         return Fp8Matrix(rows, scales.wait(), matrix.format)
 
-    # The rows of one rank can be multiplied by themselves.
-    has_parts = not (matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
-    return codes.then(finish, finish if has_parts else None)
+    return codes.then(finish, finish if _has_parts(matrix) else None)
 
 
-def gather_both_sides(
-    matrix: Fp8Matrix, group: Any, in_parts: bool = False, columns_only: bool = False
-) -> Pending:
+def gather_both_sides(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
     """Gather the rows of all ranks into `Operands`, with the transpose as the column-wise side.
 
     Args:
         matrix: see `gather_rows`; its layout has a transpose.
         group: process group.
         in_parts: see `all_gather`.
-        columns_only: nobody reads the row-wise side, nor parts.
     """
     rows = gather_rows(matrix, group, in_parts)
     if rows.has_parts:
-        return _TransposedGather(rows, columns_only)
+        return _TransposedGather(rows)
+    return rows.then(lambda row: Operands(row, transposed(row)))
 
-    def finish(row: Any) -> Operands:
-        return Operands(None if columns_only else row, transposed(row))
 
-    return rows.then(finish)
+def gather_transposed(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
+    """Gather the rows of all ranks, and transpose them: an `Fp8Matrix` `[k, rows of all ranks]`.
+
+    Args:
+        matrix: see `gather_rows`; its layout has a transpose.
+        group: process group.
+        in_parts: each rank writes its columns to peer memory, where there is any.
+    """
+    memory = None
+    if _has_parts(matrix):
+        memory = way_of(matrix.codes, group, whole=False, in_parts=in_parts).memory
+    if memory is not None:
+        shape = (matrix.codes.shape[-1], memory.ranks * rows_of(matrix.codes))
+        out = memory.across(GATHERS, shape)
+        if out is not None:
+            return _ColumnGather(matrix, memory, out)
+    return gather_rows(matrix, group, in_parts).then(transposed)
+
+
+def _has_parts(matrix: Fp8Matrix) -> bool:
+    """Whether the rows of one rank can be multiplied by themselves."""
+    return not (matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
+
+
+class _ColumnGather(Pending):
+    """The transpose of all ranks' rows, of which each rank sends its columns.
+
+    Args:
+        matrix: this rank's rows.
+        memory: peer memory.
+        out: codes of the result, across a slot.
+    """
+
+    __slots__ = ("_lent", "_matrix", "_out", "_transfer")
+
+    def __init__(self, matrix: Fp8Matrix, memory: PeerMemory, out: torch.Tensor) -> None:
+        super().__init__(None)
+        self._matrix, self._out, self._lent = matrix, out, False
+        self._transfer = memory.start(self, GATHERS)
+        rows = rows_of(matrix.codes)
+        own = out.narrow(1, memory.rank * rows, rows)
+        _C.transpose(matrix.codes, own)
+        self._transfer.spread(own)
+
+    def lend(self) -> Fp8Matrix:
+        """The codes lie in peer memory until `release`."""
+        if self.result is None:
+            self._transfer.receive_parts()
+            self._lent = True
+            return self._with(self._out)
+        found: Fp8Matrix = self.result  # a later collective has waited for this one already
+        return found
+
+    def release(self) -> None:
+        if self._lent:
+            self._transfer.release_parts()
+            self._lent = False
+
+    def wait(self) -> Fp8Matrix:
+        """With a copy of the codes."""
+        if self.result is None:
+            codes = torch.empty_like(self._out)
+            _C.copy(self.lend().codes, codes)
+            self.release()
+            self.result = self._with(codes)
+        found: Fp8Matrix = self.result
+        return found
+
+    def _with(self, codes: torch.Tensor) -> Fp8Matrix:
+        return Fp8Matrix(codes, self._matrix.scales, self._matrix.format)
 
 
 class _TransposedGather(Pending):
@@ -65,21 +135,20 @@ class _TransposedGather(Pending):
 
     Args:
         rows: of `gather_rows`, with parts.
-        columns_only: see `gather_both_sides`.
     """
 
-    __slots__ = ("_columns_only", "_rows")
+    __slots__ = ("_rows",)
 
-    def __init__(self, rows: Pending, columns_only: bool) -> None:
+    def __init__(self, rows: Pending) -> None:
         super().__init__(None)
-        self._rows, self._columns_only = rows, columns_only
+        self._rows = rows
 
     @property
     def has_parts(self) -> bool:
         return True
 
-    def parts(self, keep: bool, at_once: bool = False) -> RankParts:
-        arriving = self._rows.parts(keep=False, at_once=at_once)
+    def parts(self, keep: bool) -> RankParts:
+        arriving = self._rows.parts(keep=False)
         assert arriving is not None
         return RankParts(arriving.ranks, self._transposing(arriving, keep))
 
@@ -97,9 +166,6 @@ class _TransposedGather(Pending):
 
     def wait(self) -> Operands:
         """Both sides; the column-wise one alone where somebody has read all parts."""
-        if self.result is None and self._columns_only:
-            for _ in self.parts(keep=True, at_once=True).each:
-                pass
         if self.result is None:
             row = self._rows.wait()
             self.result = Operands(row, transposed(row))
