@@ -4,7 +4,8 @@
     bench_context_parallel.py --ranks 4   four
 
 `ratio` is the time of the slowest rank over one GPU's share, which runs the backend that is chosen
-for it. Each case is measured with all backends and with cuDNN alone.
+for it. Each case is measured with all backends, with cuDNN alone, and in FP8 (`fp8_dpa`), where one
+GPU's share is that in FP8.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpu_ranks import Rank, run_on_ranks
 from harness import over
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.distributed import shard_sequence
 
 OPS = ("context parallel forward", "context parallel forward + backward")
@@ -34,10 +36,18 @@ CASES: dict[Case, Goals] = {
 TINY: dict[Case, Goals] = {Case(1, 4, 4, 64, 16, "causal"): {2: (1.0, 1.0), 4: (1.0, 1.0)}}
 COMM_TYPES = ("p2p", "all_gather", "a2a")
 PAIRS = "a2a+p2p"  # of four ranks, neighbours exchange heads
-BACKENDS = {"any backend": {}, "cudnn": {"NVTE_FLASH_ATTN": "0"}}
+# Variables, and whether attention is in FP8.
+WAYS: dict[str, tuple[dict[str, str], bool]] = {
+    "any backend": ({}, False),
+    "cudnn": ({"NVTE_FLASH_ATTN": "0"}, False),
+    "FP8": ({}, True),
+}
+RECIPE = DelayedScaling(fp8_dpa=True)
 
 
-def calls(case: Case, comm_type: str | None, group: Any, stream: bool = False) -> tuple[Call, Call]:
+def calls(
+    case: Case, comm_type: str | None, group: Any, stream: bool = False, fp8: bool = False
+) -> tuple[Call, Call]:
     """Forward, and forward with backward, on this rank; of whole sequences without a type."""
     ranks = None if comm_type is None else dist.group.WORLD
     torch.manual_seed(0)
@@ -52,7 +62,8 @@ def calls(case: Case, comm_type: str | None, group: Any, stream: bool = False) -
         module.set_context_parallel_group(group, None, side, comm_type)
 
     def forward() -> torch.Tensor:
-        return module(*inputs)
+        with te.fp8_autocast(fp8, fp8_recipe=RECIPE):
+            return module(*inputs)
 
     upstream = torch.randn_like(forward())
     return forward, lambda: torch.autograd.grad(forward(), inputs, upstream)
@@ -71,18 +82,19 @@ def measure_context(rank: Rank, case: Case, goals: Goals, groups: dict[str, Any]
         groups: by the way of communication.
     """
     nvidia, bar = goals[rank.count]
-    for name, variables in BACKENDS.items():
+    for name, (variables, fp8) in WAYS.items():
         with patch.dict(os.environ, variables):
-            pairs = {"one GPU": calls(case, None, None)}
-            pairs.update({kind: calls(case, kind, group) for kind, group in groups.items()})
-            if not rank.dry:
+            pairs = {"one GPU": calls(case, None, None, fp8=fp8)}
+            for kind, group in groups.items():
+                pairs[kind] = calls(case, kind, group, fp8=fp8)
+            if not (rank.dry or fp8):
                 pairs["p2p, cp_stream"] = calls(case, "p2p", groups["p2p"], stream=True)
             for i, op in enumerate(OPS):
                 contenders = {contender: pair[i] for contender, pair in pairs.items()}
                 times = rank.time_gpu(contenders, repeats=15, warmup=6)
                 share = times.pop("one GPU").median_us / rank.count
                 for contender, timing in times.items():
-                    whole = i == 1 and contender == "p2p"
+                    whole = i == 1 and contender == "p2p" and not fp8
                     more = {"bar": bar, "better": "lower", "nvidia_ms": nvidia} if whole else {}
                     row = {**over(timing, share), "share_ms": round(share / 1e3, 3), **more}
                     rank.row(op=op, case=f"{case} {contender}, {name}", **row)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from context_cases import Case
 from context_fp8 import STEPS, fp8_everything, fp8_outcomes
+from context_fp8_fused import CASES, fused_outcomes
 from ranks import run_ranks
 
 TWO = [
@@ -72,6 +73,19 @@ def test_two_ranks(two, case):
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_ranks(four, case):
     check(four, case)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
+def test_parts_by_cudnn(backend):
+    """Their results are rounded once more than that of one process, which is rounded once."""
+    for found, computed in run_ranks(2, fused_outcomes, backend=backend):
+        # One process and two parts of a ring, of all_gather perhaps one.
+        assert computed >= STEPS * (3 * len(CASES) - 1)
+        for steps in found.values():
+            for ours, theirs, equal_scales in steps:
+                assert equal_scales
+                for error, single in zip(ours, theirs, strict=True):
+                    assert error < 1.5 * single
 
 
 def test_keys_and_values_are_sent_as_codes(two):

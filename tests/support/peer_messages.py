@@ -19,7 +19,6 @@ from transformer_engine.pytorch.parallel import peer_memory
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.overlap import Overlap
 
-
 COLUMNS = -1  # in the place of a rank
 
 

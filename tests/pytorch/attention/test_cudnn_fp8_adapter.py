@@ -97,7 +97,7 @@ def test_preferred(monkeypatch):
         ({"bias_type": "alibi"}, "takes no bias"),
         ({"softmax_type": "learnable"}, "has no sink"),
         ({"cache": "appended"}, "each length"),
-        ({"part": True}, "takes all keys at once, which context parallel ranks have with"),
+        ({"part": True}, None),
         ({"capability": (8, 9)}, "compute capability 9.0"),
         ({"compiling": True}, None),
         ({"compiling": True, "queries": 1}, "several queries"),
@@ -110,6 +110,8 @@ def test_requirements(changes, reason):
 
 def test_the_backward_in_fp8_takes_one_size(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
+    part = Problem(**HOPPER, part=True)
+    assert "no backward in FP8 for parts" in refusal(cudnn_fp8.BACKEND, part, environment())
     problem = Problem(**HOPPER | {"key_size": 64, "value_size": 64})
     assert "heads of 128" in refusal(cudnn_fp8.BACKEND, problem, environment())
     inference = problem._replace(training=False)

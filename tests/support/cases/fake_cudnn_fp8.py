@@ -21,8 +21,8 @@ def back(x, settings):
     return (x.transpose(0, 1) if settings[0] == SBHD else x).contiguous()
 
 
-def weights(q, k, settings, scale):
-    scores = (scale * (q @ k.mT)).float()
+def scores(q, k, settings, scale):
+    found = (scale * (q @ k.mT)).float()
     _, left, right, bottom_right = settings[:4]
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     own = i + (k.shape[2] - q.shape[2] if bottom_right else 0)
@@ -31,7 +31,11 @@ def weights(q, k, settings, scale):
         hidden |= j < own - left
     if right >= 0:
         hidden |= j > own + right
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).double()
+    return found.masked_fill(hidden, -torch.inf)
+
+
+def weights(q, k, settings, scale):
+    return torch.softmax(scores(q, k, settings, scale), -1).double()
 
 
 def rounded(x, pair, format=E4M3):
@@ -55,7 +59,8 @@ def fp8_attention_forward(query, key, value, scales, settings, scale, statistics
     cast = [rounded(x / y, scales[1]) * y for x, y in zip(parts, so_far, strict=True)]
     out = torch.cat(cast, -1) @ v
     raise_all(amaxes, (p, out))
-    return encode(back(out, settings), E4M3, scales[2][1]), torch.zeros(1) if statistics else None
+    found = encode(back(out, settings), E4M3, scales[2][1])
+    return found, scores(q, k, settings, scale).logsumexp(-1) if statistics else None
 
 
 def fp8_attention_backward(grad, query, key, value, out, statistics, *options):
@@ -90,7 +95,9 @@ def attention_backward(grad, query, key, value, out, statistics, settings, scale
             (query, key, value, grad, out), (1, per_group, per_group, 1, 1), strict=True
         )
     )
-    p = weights(q, k, settings, scale)
+    assert statistics.is_contiguous() and statistics.shape == q.shape[:-1]
+    # The statistics may be those of more keys.
+    p = torch.exp(scores(q, k, settings, scale) - statistics.unsqueeze(-1)).double()
     product = scale * p * (g @ v.mT - (g * o).sum(-1, keepdim=True))
     found = (product @ k, of_groups(product.mT @ q, groups), of_groups(p.mT @ g, groups))
     return *(back(x, settings).to(dtype) for x in found), None, None

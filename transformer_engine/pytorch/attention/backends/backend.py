@@ -193,11 +193,13 @@ class Parts(NamedTuple):
         restore: `restore(stripped, tensors, log_sum_exp, call)` reverses `strip`. `tensors` are
             query, key, value and result in the format of the call; the log-sum-exp of a query that
             sees no key at all is +inf.
+        takes_codes: in FP8 attention the forward takes codes of query, key and value.
     """
 
     log_sum_exp: Callable[[Saved, Call], torch.Tensor]
     strip: Callable[[Saved, Call], Saved]
     restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor, Call], Saved]
+    takes_codes: bool = False
 
 
 class KernelParts(NamedTuple):

@@ -140,7 +140,7 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     )
 
 
-def _log_sum_exp(saved: Saved, call: Call) -> torch.Tensor:
+def log_sum_exp_of_part(saved: Saved, call: Call) -> torch.Tensor:
     """See `Parts`."""
     found = saved.log_sum_exp
     assert found is not None
@@ -160,10 +160,15 @@ def _restore(
     shape = call.shape
     placed = shape.band is None and call.bias.tensor is None
     inputs = [*readable(*inputs, placed=placed)]
-    if shape.qkv_format != "thd":
-        lse = lse.permute(1, 2, 0) if shape.qkv_format == "sbhd" else lse.transpose(1, 2)
     tensors = (*inputs, packed(out), *stripped.tensors)
-    return Saved(packed(lse), tensors, stripped.facts)
+    return Saved(statistics_of_part(lse, call), tensors, stripped.facts)
+
+
+def statistics_of_part(lse: torch.Tensor, call: Call) -> torch.Tensor:
+    """The log-sum-exp of `Parts` in cuDNN's order."""
+    if call.shape.qkv_format != "thd":
+        lse = lse.permute(1, 2, 0) if call.shape.qkv_format == "sbhd" else lse.transpose(1, 2)
+    return packed(lse)
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
@@ -311,7 +316,7 @@ BACKEND = Backend(
     draw_seed=new_seed,
     recordable=_recordable,
     records_on=("cuda",),
-    parts=Parts(_log_sum_exp, _strip, _restore),
+    parts=Parts(log_sum_exp_of_part, _strip, _restore),
     requirements=(
         FUSED,
         GPU,

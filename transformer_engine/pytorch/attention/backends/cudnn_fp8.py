@@ -1,5 +1,9 @@
 """cuDNN's fused attention in FP8, through graphs of our own: whole sequences, forward and backward.
 
+Parts of sequences, as context parallel ranks have them, are codes. The result of a part, a mean of
+values, has the scale of values: that of the merged result could be too large for it. Their backward
+is cuDNN's in 16 bit.
+
 `unfused_fp8.py` says what it computes. cuDNN rounds some of it at other places: in the forward
 `exp(score - largest score so far)`, which it divides by the sum afterwards; in the backward weights
 from the statistics of the forward; `sum(d out * out)` is one of rounded values.
@@ -9,6 +13,8 @@ The log-sum-exp is `[batch, heads, queries]`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -28,11 +34,18 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Backend,
     Gradients,
     Needs,
+    Parts,
     Problem,
     Requirement,
     Saved,
 )
-from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
+from transformer_engine.pytorch.attention.backends.cudnn import (
+    NOT_ASKED,
+    log_sum_exp_of_part,
+    question,
+    settings_for,
+    statistics_of_part,
+)
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.capture import is_capturing, memoize
@@ -49,6 +62,7 @@ from transformer_engine.pytorch.kernels.attention_fp8 import (
     fp8_attention_refusal,
 )
 from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.memory import packed
 
 # What is cast for the softmax result is at most 1, and is 1 in every row: the scale of the largest
 # weight, which the state follows, would saturate.
@@ -71,12 +85,17 @@ def forward(
         return unfused_fp8.forward(query, key, value, call, needs)
     training = any(needs)
     deterministic = training and repeatable(environment())
-    in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
     settings = settings_for(call.shape, False, False, deterministic, (0, 0))
-    query, key, value = (casts.qkv.codes(x)[0] for x in (query, key, value))
     softmax_scale = casts.softmax.scale.new_full((1,), _SOFTMAX_SCALE)
-    scales = _pairs(casts.qkv.scale, softmax_scale, casts.out.scale)
-    amaxes = (casts.softmax.amax, casts.out.amax)
+    if call.part:
+        dtype, in_fp8, out_slot = casts.dtype, False, casts.qkv._replace(amax=None)
+        query, key, value = (x.contiguous() for x in (query, key, value))
+    else:
+        in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
+        out_slot = casts.out
+        query, key, value = (casts.qkv.codes(x)[0] for x in (query, key, value))
+    scales = _pairs(casts.qkv.scale, softmax_scale, out_slot.scale)
+    amaxes = (casts.softmax.amax, out_slot.amax)
     codes, statistics = fp8_attention_forward(
         query, key, value, scales, settings, call.scale, training, amaxes
     )
@@ -96,7 +115,8 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     settings, in_fp8 = saved.facts
     if in_fp8:
         return _gradients_in_fp8(grad, saved, settings, call, needs)
-    return _gradients_in_16_bit(grad, saved, settings, call.scale, needs)
+    tensors = saved.tensors if call.part else _sixteen_bit_values(grad, saved)
+    return _gradients_in_16_bit(grad, tensors, saved, call, needs)
 
 
 def _gradients_in_fp8(
@@ -128,23 +148,28 @@ def _gradients_in_fp8(
     )
 
 
-def _gradients_in_16_bit(
-    grad: torch.Tensor, saved: Saved, settings: tuple[int, ...], scale: float, needs: Needs
-) -> Gradients:
+def _sixteen_bit_values(grad: torch.Tensor, saved: Saved) -> Iterator[torch.Tensor]:
     *codes, scales = saved.tensors
-    dtype, pairs = _sixteen_bit(grad.dtype), (scales[0], scales[0], scales[0], scales[2])
-    query, key, value, out = (
-        dequantize(x, E4M3, pair, dtype) for x, pair in zip(codes, pairs, strict=True)
-    )
+    pairs = (scales[0], scales[0], scales[0], scales[2])
+    for x, pair in zip(codes, pairs, strict=True):
+        yield dequantize(x, E4M3, pair, sixteen_bit(grad.dtype))
+
+
+def _gradients_in_16_bit(
+    grad: torch.Tensor, tensors: Iterable[torch.Tensor], saved: Saved, call: Call, needs: Needs
+) -> Gradients:
+    query, key, value, out = tensors
+    settings, _ = saved.facts
     assert saved.log_sum_exp is not None
-    tensors = (grad.contiguous().to(dtype), query, key, value, out, saved.log_sum_exp)
+    own = (grad.contiguous().to(query.dtype), query, key, value, out, saved.log_sum_exp)
     no_extras = (None, None, None, False, False)
-    results = attention_backward(*tensors, settings, scale, 0.0, NO_SEQUENCES, *no_extras, APART)
+    results = attention_backward(*own, settings, call.scale, 0.0, NO_SEQUENCES, *no_extras, APART)
     found = needs.pick(*results[:3])
     return Gradients(*[x if x is None else x.to(grad.dtype) for x in found])
 
 
-def _sixteen_bit(dtype: torch.dtype) -> torch.dtype:
+def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
+    """In which the backward runs for tensors of this dtype."""
     return torch.bfloat16 if dtype is torch.float32 else dtype
 
 
@@ -167,7 +192,7 @@ def _has_backward(problem: Problem | CallShape) -> bool:
 
 
 def _trains_in_fp8(problem: Problem, allowed: AttentionVariables) -> bool:
-    return problem.training and _backward_in_fp8(problem, allowed)
+    return problem.training and not problem.part and _backward_in_fp8(problem, allowed)
 
 
 @memoize
@@ -182,7 +207,7 @@ def _refusal(problem: Problem, in_fp8: bool) -> str:
     if reason or not problem.training or in_fp8:
         return reason
     plain = (0.0, False, (), False, False, True)
-    return attention_refusal(sizes, _sixteen_bit(problem.dtype), device, how, *plain)
+    return attention_refusal(sizes, sixteen_bit(problem.dtype), device, how, *plain)
 
 
 def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
@@ -222,13 +247,25 @@ def _fits(problem: Problem, allowed: AttentionVariables) -> bool:
 def _notice(problem: Problem, allowed: AttentionVariables) -> str:
     if not problem.training or allowed.fp8_backward is not None:
         return ""
-    if _backward_in_fp8(problem, allowed):
+    if _trains_in_fp8(problem, allowed):
         return ""
     return (
         "[attention] FP8 attention runs on the backend 'cudnn_fp8' with a backward in 16 bit, of"
         " the values that the forward multiplied: it is faster for causal masks, and the one in FP8"
         " does not take all sizes; NVTE_FP8_DPA_BWD=1 asks for FP8, 0 for 16 bit"
     )
+
+
+def _strip(saved: Saved, call: Call) -> Saved:
+    return Saved(None, (), saved.facts)
+
+
+def _restore(
+    stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
+) -> Saved:
+    query, key, value, out = tensors
+    out = packed(out).unflatten(-1, (-1, call.shape.value_size))
+    return Saved(statistics_of_part(lse, call), (query, key, value, out), stripped.facts)
 
 
 BACKEND = Backend(
@@ -264,10 +301,12 @@ BACKEND = Backend(
         NO_DROPOUT,
         NO_CACHE,
         Requirement(
-            lambda problem, allowed: not problem.part,
-            "takes all keys at once, which context parallel ranks have with cp_comm_type='a2a'",
+            lambda problem, allowed: not (problem.part and allowed.fp8_backward),
+            "has no backward in FP8 for parts of the keys; leave NVTE_FP8_DPA_BWD, or use"
+            " cp_comm_type='a2a'",
         ),
         Requirement(_taken_by_cudnn, _reason),
     ),
     notice=_notice,
+    parts=Parts(log_sum_exp_of_part, _strip, _restore, takes_codes=True),
 )

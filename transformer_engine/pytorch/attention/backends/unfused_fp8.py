@@ -45,7 +45,7 @@ def forward(
 
 
 def cast_gradients(inner: Backward) -> Backward:
-    """The backward of FP8 attention around one that computes in fp32.
+    """The backward of FP8 attention around one that computes in `Casts.dtype`.
 
     `inner` takes the gradient of the result as FP8 holds it; the gradients of query, key and value
     that it returns are cast. Where the backward is in high precision, nothing is cast.
@@ -55,7 +55,7 @@ def cast_gradients(inner: Backward) -> Backward:
         casts, dtype = call.casts, grad.dtype
         assert casts is not None
         with torch.autocast(grad.device.type, enabled=False):
-            found = inner(_cast(grad, casts.grad_out, torch.float32), saved, call, needs)
+            found = inner(_cast(grad, casts.grad_out, casts.dtype), saved, call, needs)
             inputs = [x if x is None else _cast(x, casts.grad_qkv, dtype) for x in found[:3]]
         query, key, value = inputs
         return Gradients(query, key, value, found.bias, found.sink)

@@ -33,7 +33,7 @@ class KeyValues(NamedTuple):
     Attributes:
         step: number of the step in the forward. The backward may run the steps in another order.
         chunks: of the sequence.
-        key: in the format of the call, as parts take it.
+        key: in the format of the call; in FP8 attention codes.
         value: likewise.
     """
 
@@ -63,7 +63,7 @@ def attend(
         inputs: query, key and value of this rank; FP8 codes where the call has `qkv_scales`.
         needs: which gradients a backward will be asked for.
     """
-    call, query = rank_call.call, rank_call.values(inputs[0])
+    call, query = rank_call.call, inputs[0]
     merger = OutputMerger(rank_call, query)
     stream = None if call.context is None else call.context.stream
     tensors: list[Any] = []
@@ -129,6 +129,7 @@ class Backward:
     def run(self, step: KeyValues) -> tuple[GradSum, GradSum]:
         """The gradients of the keys and values of a step."""
         call = self.rank_call
+        step = step._replace(key=call.values(step.key), value=call.values(step.value))
         key_grad, value_grad = GradSum(call, step.key), GradSum(call, step.value)
         records = [record for record in self._records if record.step == step.step]
         for part, record in zip(call.parts(step.chunks), records, strict=True):

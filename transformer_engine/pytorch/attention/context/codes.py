@@ -1,21 +1,25 @@
 """FP8 attention of ranks that share sequences: query, key and value are cast before they are sent.
 
-    forward     FP8 codes of query, key and value, which a scheme sends and parts take as values;
-                the merged result, cast once
+    forward     FP8 codes of query, key and value, which a scheme sends; the merged result, cast
     backward    the gradient of the result, cast; gradients of query, key and value, cast once after
                 the sum over all parts and ranks, which is fp32
 
-Between the casts a scheme runs in fp32. Of all that attention in FP8 casts, see
-`backends/unfused_fp8.py`, only weights differ: the forward casts those of the softmax over the keys
-of a part, and multiplies the result of the part by its share. The backward casts those over all
-keys. It takes the sum of `d result * result`, with the merged result before its cast, for the mean
-that the derivative of the softmax subtracts; in one process that is a sum of unrounded weights.
+Where cuDNN computes parts (`cudnn_fp8`), it multiplies codes in the forward. Results of parts are
+FP8, and merged in 16 bit. The backward is one in 16 bit of the values of codes, without casts.
+
+Elsewhere parts take values, and between the casts a scheme runs in fp32. Of all that attention in
+FP8 casts, see `backends/unfused_fp8.py`, only weights differ: the forward casts those of the
+softmax over the keys of a part, and multiplies the result of the part by its share. The backward
+casts those over all keys. It takes the sum of `d result * result`, with the merged result before
+its cast, for the mean that the derivative of the softmax subtracts; in one process that is a sum of
+unrounded weights.
 """
 
 from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch.attention.backends import cudnn_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
     Backward,
     Forward,
@@ -23,6 +27,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Needs,
     Saved,
 )
+from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.backends.unfused_fp8 import cast_gradients
 from transformer_engine.pytorch.attention.core.call import Call
 
@@ -42,20 +47,34 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
         if call.casts is None:
             return forward(query, key, value, call, needs)
         dtype = query.dtype
+        fused = _cudnn_computes_parts(query, call)
         (query, key, value), casts = call.casts.with_codes((query, key, value))
+        if fused:
+            casts = casts._replace(dtype=cudnn_fp8.sixteen_bit(dtype))
         with torch.autocast(query.device.type, enabled=False):
             out, saved = forward(query, key, value, call._replace(casts=casts), needs)
         out = casts.out.cast(out, dtype)
         if saved is None:
             return out, None
-        return out, saved.wrap((casts.qkv_scales, casts.softmax.scale.clone()))
+        return out, saved.wrap((casts.qkv_scales, casts.softmax.scale.clone()), fused)
 
     def cast_backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
         if call.casts is None:
             return backward(grad, saved, call, needs)
-        inner, (qkv_scales, softmax_scale), _ = saved.unwrap()
+        inner, (qkv_scales, softmax_scale), fused = saved.unwrap()
         softmax = call.casts.softmax._replace(scale=softmax_scale, amax=None)
         casts = call.casts._replace(qkv_scales=qkv_scales, softmax=softmax)
+        if fused:
+            casts = casts.without_backward()._replace(dtype=cudnn_fp8.sixteen_bit(grad.dtype))
         return backward_in_fp8(grad, inner, call._replace(casts=casts), needs)
 
     return cast_forward, cast_backward
+
+
+def _cudnn_computes_parts(query: torch.Tensor, call: Call) -> bool:
+    """Whether it takes parts of the size of this rank's tokens."""
+    if call.casts is None or call.casts.calibrating:
+        return False
+    part = call._replace(context=None, part=True)
+    dtype = cudnn_fp8.sixteen_bit(query.dtype)
+    return choose(query.device, dtype, True, part) is cudnn_fp8.BACKEND

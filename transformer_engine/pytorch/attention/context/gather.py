@@ -43,8 +43,7 @@ class _GatherCall:
 
     def all_keys(self, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         """The keys and values of all ranks: the only step."""
-        gathered = [self.rank_call.values(self._gathered(x)) for x in (key, value)]
-        return KeyValues(0, self.key_chunks, *gathered)
+        return KeyValues(0, self.key_chunks, self._gathered(key), self._gathered(value))
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         return to_sequence_order(all_gather_stack(x, self.group), self.dim, self.starts)

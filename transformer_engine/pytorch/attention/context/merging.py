@@ -100,6 +100,7 @@ class OutputMerger(_PartMerger):
     def __init__(self, rank_call: RankCall, query: torch.Tensor) -> None:
         shape = torch.Size((*query.shape[:-1], rank_call.call.shape.value_size))
         super().__init__(rank_call, query, shape, weighted=True)
+        self._dtype = rank_call.dtype(query)
 
     def add(
         self, range: Range, values: torch.Tensor, log_sum_exp: torch.Tensor | None = None
@@ -113,7 +114,7 @@ class OutputMerger(_PartMerger):
         Args:
             sink: scores `[heads]` of one more key, which has no value; or None.
         """
-        dtype = self._like.dtype
+        dtype = self._dtype
         out, merged_lse = self.merged(dtype if sink is None else torch.float32)
         assert merged_lse is not None
         log_sum_exp = merged_lse

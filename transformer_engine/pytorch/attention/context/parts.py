@@ -172,9 +172,14 @@ class RankCall:
         return queries, key_sequences, has_keys.unsqueeze(-1)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Query, key or value as parts take it: `x` itself, in FP8 attention its fp32 values."""
+        """Query, key or value as the backward takes it: `x`, in FP8 attention its values."""
         casts = self.call.casts
         return x if casts is None else casts.values(x)
+
+    def dtype(self, x: torch.Tensor) -> torch.dtype:
+        """Of `values`."""
+        casts = self.call.casts
+        return x.dtype if casts is None else casts.dtype
 
     def narrow(self, x: torch.Tensor, range: Range) -> torch.Tensor:
         """A range of tokens; for thd all of `x`, because `Sequences` name the tokens."""
@@ -222,7 +227,7 @@ def part_forward(
     """Run a part.
 
     Args:
-        inputs: query, key and value.
+        inputs: query, key and value; in FP8 attention codes.
         part: its call.
         needs: which gradients a backward will be asked for.
         device: for which a backend is chosen.
@@ -240,12 +245,16 @@ def part_forward(
         bias = bias.detach().requires_grad_()
     with torch.set_grad_enabled(needs.bias):
         asked = call if bias is None else call._replace(bias=Bias(call.bias.type, bias))
-        backend = choose(device, inputs[0].dtype, any(needs), asked)
+        dtype = inputs[0].dtype if call.casts is None else call.casts.dtype
+        backend = choose(device, dtype, any(needs), asked)
     parts = backend.parts
     assert parts is not None, "the table of requirements refuses others"
     if _C.is_recording() and not backend.recordable(call):
         raise NotRecordedError(f"attention by the backend {backend.name}")
     call = with_seed(call, backend, device)
+    if call.casts is not None and not parts.takes_codes:
+        query, key, value = inputs
+        inputs = call.casts.values(query), call.casts.values(key), call.casts.values(value)
     with torch.no_grad():
         out, saved = backend.forward(*inputs, call, _ALL._replace(bias=needs.bias))
         assert saved is not None

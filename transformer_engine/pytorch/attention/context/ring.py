@@ -115,8 +115,7 @@ class _Ring:
 
     def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         owner = (self.rank - step) % self.ranks
-        chunks, values = chunks_of_rank(owner, self.ranks, self.key_length), self.rank_call.values
-        return KeyValues(step, chunks, values(key), values(value))
+        return KeyValues(step, chunks_of_rank(owner, self.ranks, self.key_length), key, value)
 
     def send_grads(self, grads: Sequence[GradSum], step: int, sums: SummandExchange) -> None:
         """Send gradients of keys and values to their owner."""

@@ -90,6 +90,7 @@ class Casts(NamedTuple):
         grad_qkv: of the gradients of query, key and value.
         qkv_scales: fp32 `[2]` = {1/scale, scale} of query, key and value where these are FP8 codes,
             see `with_codes`; None where they are not.
+        dtype: of the values of these codes, and of what is computed of them.
         reduction: whether ranks reduce amaxes, and those of which group; None is all ranks.
         step: the autocast step that ends with the backward of the call, or None.
         columns: the columns of scaling state that the slots of the forward use.
@@ -102,6 +103,7 @@ class Casts(NamedTuple):
     grad_product: Slot | None
     grad_qkv: Slot | None
     qkv_scales: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float32
     reduction: tuple[bool, Any] = (False, None)
     step: Step | None = None
     columns: Columns | None = None
@@ -129,10 +131,14 @@ class Casts(NamedTuple):
         return [codes for codes, _ in pairs], self._replace(qkv_scales=pairs[0][1])
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 values of query, key or value, as `with_codes` returns them."""
+        """The values of query, key or value, as `with_codes` returns them."""
         if self.qkv_scales is None or self.qkv.format is None:
-            return x.float()
-        return dequantize(x.contiguous(), self.qkv.format, self.qkv_scales, torch.float32)
+            return x.to(self.dtype)
+        return dequantize(x.contiguous(), self.qkv.format, self.qkv_scales, self.dtype)
+
+    def without_backward(self) -> Casts:
+        """Casts of a call whose backward is in high precision."""
+        return self._replace(grad_out=None, grad_product=None, grad_qkv=None)
 
     def with_copied_scales(self) -> Casts:
         """Casts with copies of the scales, for a call that will be recomputed."""

@@ -1,0 +1,118 @@
+"""Attention in FP8 of ranks that share sequences, whose parts cuDNN computes.
+
+On CPUs there are stand-ins for its kernels.
+"""
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from cases import fake_cudnn_fp8
+from context_fp8 import STEPS, in_fp8, read, relative
+from rank_device import here
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention import core_attention
+from transformer_engine.pytorch.attention.backends import cudnn_fp8
+from transformer_engine.pytorch.attention.context import codes, parts
+from transformer_engine.pytorch.distributed import shard_sequence
+
+CASES = [
+    *[
+        ("p2p", mask, qkv_format)
+        for mask in ("causal", "no_mask")
+        for qkv_format in ("bshd", "sbhd")
+    ],
+    ("all_gather", "causal", "bshd"),
+]
+TOKENS, HEADS, GROUPS, SIZE = 256, 4, 2, 64
+KERNELS = ("fp8_attention_forward", "attention_backward")
+
+
+def _cudnn_everywhere(stack):
+    """Choose cuDNN, and put stand-ins in the place of its kernels."""
+    for module in (core_attention, codes, parts):
+        stack.enter_context(patch.object(module, "choose", lambda *call: cudnn_fp8.BACKEND))
+    for name in KERNELS:
+        stack.enter_context(patch.object(cudnn_fp8, name, getattr(fake_cudnn_fp8, name)))
+
+
+def fused_outcomes(rank):
+    """Of each case and step: errors of ranks, those of one process, and whether scales are equal.
+
+    Errors are those of result and gradients, from attention in high precision. The last entry says
+    how many parts and calls cuDNN has computed.
+    """
+    alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    found, computed = {}, []
+    with ExitStack() as stack:
+        if torch.device(here()).type != "cuda":
+            _cudnn_everywhere(stack)
+        forward = cudnn_fp8.fp8_attention_forward
+
+        def counted(*arguments):
+            computed.append(arguments[0].shape)
+            return forward(*arguments)
+
+        stack.enter_context(patch.object(cudnn_fp8, "fp8_attention_forward", counted))
+        for case in CASES:
+            found[case] = _compare(case, alone)
+    return found, len(computed)
+
+
+def _compare(case, alone):
+    comm, mask, qkv_format = case
+    shared, single = (
+        te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format=qkv_format, attn_mask_type=mask)
+        for _ in range(2)
+    )
+    exact = _exact(mask, qkv_format)
+    shared.set_context_parallel_group(dist.group.WORLD, None, None, comm)
+    dim, steps = (1 if qkv_format == "bshd" else 0), []
+
+    def cut(x):
+        return shard_sequence(x, dist.group.WORLD, dim)
+
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(number)
+        lead = (2, TOKENS) if qkv_format == "bshd" else (TOKENS, 2)
+        shapes = [(*lead, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+        drawn = [torch.randn(shape, generator=generator).to(here()) for shape in shapes]
+        *inputs, grad = [x.bfloat16() for x in drawn]
+        ours = _step(in_fp8(shared), [cut(x) for x in inputs], cut(grad))
+        theirs = _step(in_fp8(single, alone), inputs, grad)
+        wanted = [cut(x) for x in _step(exact, [x.float() for x in inputs], grad.float())]
+        steps.append(
+            (
+                [relative(x, y) for x, y in zip(ours, wanted, strict=True)],
+                [relative(cut(x), y) for x, y in zip(theirs, wanted, strict=True)],
+                read(shared, "qkv") == read(single, "qkv"),
+            )
+        )
+    return steps
+
+
+def _exact(mask, qkv_format):
+    """Attention by torch."""
+
+    def heads_first(x):
+        return x.transpose(1, 2) if qkv_format == "bshd" else x.permute(1, 2, 0, 3)
+
+    def call(*inputs):
+        q, k, v = map(heads_first, inputs)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=mask == "causal", enable_gqa=True
+        )
+        return (out.transpose(1, 2) if qkv_format == "bshd" else out.permute(2, 0, 1, 3)).flatten(
+            -2
+        )
+
+    return call
+
+
+def _step(call, inputs, grad):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = call(*leaves)
+    out.backward(grad.flatten(-2))
+    return [out.detach(), *[x.grad for x in leaves]]
