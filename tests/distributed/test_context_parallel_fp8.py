@@ -79,8 +79,7 @@ def test_four_ranks(four, case):
 def test_parts_by_cudnn(backend):
     """Their results are rounded once more than that of one process, which is rounded once."""
     for found, computed in run_ranks(2, fused_outcomes, backend=backend):
-        # One process and two parts of a ring, of all_gather perhaps one.
-        assert computed >= STEPS * (3 * len(CASES) - 1)
+        assert computed >= STEPS * len(CASES) * 3  # one process, and two parts or more
         for steps in found.values():
             for ours, theirs, equal_scales in steps:
                 assert equal_scales

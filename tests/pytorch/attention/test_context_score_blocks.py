@@ -10,6 +10,7 @@ from transformer_engine.pytorch.attention.context.score_blocks import (
     chunks_of_all,
     chunks_of_rank,
     score_blocks,
+    with_square_bands,
 )
 
 BANDS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (7, 0), (2, 5), (-1, 4), (5, -1), (0, 12)]
@@ -62,6 +63,18 @@ def test_causal_masks_leave_one_part_to_each_meeting():
             assert block == ((0, 16), (0, 8), -1, -1)
         else:
             assert block == ((8, 16), (0, 16), -1, -1)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("rank", range(3))
+def test_square_bands_hold_the_same_pairs(rank, band):
+    blocks = score_blocks(*band, 0, chunks_of_rank(rank, 3, 4), chunks_of_all(3, 4))
+    found = with_square_bands(blocks)
+    assert sorted(pairs(found)) == sorted(pairs(blocks))
+    for queries, keys, left, right in found:
+        if (left, right) == (-1, 0):
+            assert queries[1] - queries[0] == keys[1] - keys[0]
+    assert band != (-1, 0) or len(found) > len(blocks)
 
 
 def test_the_definition_is_that_of_masks():

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.attention.context.score_blocks import (
     Range,
     ScoreBlock,
     score_blocks,
+    with_square_bands,
 )
 from transformer_engine.pytorch.attention.core.call import (
     NO_BIAS,
@@ -121,7 +122,11 @@ class RankCall:
             left = -1  # the length of a chunk differs by sequence; `_part_shape` sets the limit
         elif self.rule.bottom_right:
             shift = (keys.length - self.queries.length) * 2 * self.ranks
-        for block in score_blocks(left, right, shift, self.queries, keys):
+        blocks = score_blocks(left, right, shift, self.queries, keys)
+        casts = self.call.casts
+        if casts is not None and casts.by_cudnn:
+            blocks = with_square_bands(blocks)
+        for block in blocks:
             yield self._part(block, keys)
 
     def _part(self, block: ScoreBlock, keys: Chunks) -> AttentionPart:

@@ -105,6 +105,23 @@ def score_blocks(
     return tuple(_joined_along_queries(_joined_along_keys(found)))
 
 
+@memoize
+def with_square_bands(blocks: tuple[ScoreBlock, ...]) -> tuple[ScoreBlock, ...]:
+    """The same pairs, where causal masks of more keys than queries are two blocks.
+
+    All queries see the keys of the first one; the second has as many keys as queries.
+    """
+    found = []
+    for queries, (first, last), left, right in blocks:
+        square = last - (queries[1] - queries[0])
+        begin = first
+        if (left, right) == (-1, 0) and square > first:
+            found.append(ScoreBlock(queries, (first, square)))
+            begin = square
+        found.append(ScoreBlock(queries, (begin, last), left, right))
+    return tuple(found)
+
+
 def _cut(queries: int, keys: int, left: int, right: int, diagonal: int) -> ScoreBlock | None:
     """The queries that see any key, the keys that any query sees, and the band between them.
 

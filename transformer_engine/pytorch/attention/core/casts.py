@@ -90,7 +90,8 @@ class Casts(NamedTuple):
         grad_qkv: of the gradients of query, key and value.
         qkv_scales: fp32 `[2]` = {1/scale, scale} of query, key and value where these are FP8 codes,
             see `with_codes`; None where they are not.
-        dtype: of the values of these codes, and of what is computed of them.
+        dtype: of the values of these codes, and of what is computed of them: fp32, but 16 bit where
+            cuDNN computes parts of context parallel calls.
         reduction: whether ranks reduce amaxes, and those of which group; None is all ranks.
         step: the autocast step that ends with the backward of the call, or None.
         columns: the columns of scaling state that the slots of the forward use.
@@ -114,6 +115,11 @@ class Casts(NamedTuple):
         assert self.grad_out is not None
         assert self.grad_product is not None and self.grad_qkv is not None
         return self.grad_out, self.grad_product, self.grad_qkv
+
+    @property
+    def by_cudnn(self) -> bool:
+        """Whether cuDNN computes parts of the call."""
+        return self.dtype is not torch.float32
 
     @property
     def calibrating(self) -> bool:
