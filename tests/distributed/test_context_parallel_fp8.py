@@ -79,12 +79,13 @@ def test_four_ranks(four, case):
 def test_parts_by_cudnn(backend):
     """Their results are rounded once more than that of one process, which is rounded once."""
     for found, computed in run_ranks(2, fused_outcomes, backend=backend):
-        assert computed >= STEPS * len(CASES) * 3  # one process, and two parts or more
+        # Two parts or more; one process, but for those with a sink.
+        assert computed >= STEPS * (3 * len(CASES) - 1)
         for steps in found.values():
             for ours, theirs, equal_scales in steps:
                 assert equal_scales
                 for error, single in zip(ours, theirs, strict=True):
-                    assert error < 1.5 * single
+                    assert error < 1.3 * single
 
 
 def test_keys_and_values_are_sent_as_codes(two):

@@ -14,17 +14,19 @@ from rank_device import here
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import core_attention
-from transformer_engine.pytorch.attention.backends import cudnn_fp8
+from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
 from transformer_engine.pytorch.attention.context import codes, parts
 from transformer_engine.pytorch.distributed import shard_sequence
 
+# The last field is the type of softmax: a sink is merged with what cuDNN computes.
 CASES = [
     *[
-        ("p2p", mask, qkv_format)
+        ("p2p", mask, qkv_format, "vanilla")
         for mask in ("causal", "no_mask")
         for qkv_format in ("bshd", "sbhd")
     ],
-    ("all_gather", "causal", "bshd"),
+    ("all_gather", "causal", "bshd", "vanilla"),
+    ("p2p", "causal", "bshd", "off-by-one"),
 ]
 TOKENS, HEADS, GROUPS, SIZE = 256, 4, 2, 64
 KERNELS = ("fp8_attention_forward", "attention_backward")
@@ -32,8 +34,12 @@ KERNELS = ("fp8_attention_forward", "attention_backward")
 
 def _cudnn_everywhere(stack):
     """Choose cuDNN, and put stand-ins in the place of its kernels."""
+
+    def chosen(device, dtype, recorded, call):
+        return cudnn_fp8.BACKEND if call.sink.type == "vanilla" else unfused.BACKEND
+
     for module in (core_attention, codes, parts):
-        stack.enter_context(patch.object(module, "choose", lambda *call: cudnn_fp8.BACKEND))
+        stack.enter_context(patch.object(module, "choose", chosen))
     for name in KERNELS:
         stack.enter_context(patch.object(cudnn_fp8, name, getattr(fake_cudnn_fp8, name)))
 
@@ -62,12 +68,17 @@ def fused_outcomes(rank):
 
 
 def _compare(case, alone):
-    comm, mask, qkv_format = case
+    comm, mask, qkv_format, softmax = case
     shared, single = (
-        te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format=qkv_format, attn_mask_type=mask)
+        te.DotProductAttention(
+            *(HEADS, SIZE, GROUPS),
+            qkv_format=qkv_format,
+            attn_mask_type=mask,
+            softmax_type=softmax,
+        )
         for _ in range(2)
     )
-    exact = _exact(mask, qkv_format)
+    exact = _exact(mask, qkv_format, softmax)
     shared.set_context_parallel_group(dist.group.WORLD, None, None, comm)
     dim, steps = (1 if qkv_format == "bshd" else 0), []
 
@@ -93,20 +104,24 @@ def _compare(case, alone):
     return steps
 
 
-def _exact(mask, qkv_format):
-    """Attention by torch."""
+def _exact(mask, qkv_format, softmax):
+    """Attention by torch. A sink is a key and a value of zeros, which every query sees."""
+    sinks = int(softmax == "off-by-one")
 
     def heads_first(x):
         return x.transpose(1, 2) if qkv_format == "bshd" else x.permute(1, 2, 0, 3)
 
     def call(*inputs):
         q, k, v = map(heads_first, inputs)
+        k, v = (torch.nn.functional.pad(x, (0, 0, sinks, 0)) for x in (k, v))
+        seen = torch.ones(TOKENS, TOKENS + sinks, dtype=torch.bool, device=q.device)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=mask == "causal", enable_gqa=True
+            *(q, k, v),
+            attn_mask=seen.tril(sinks) if mask == "causal" else seen,
+            enable_gqa=True,
         )
-        return (out.transpose(1, 2) if qkv_format == "bshd" else out.permute(2, 0, 1, 3)).flatten(
-            -2
-        )
+        places = (0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3)
+        return out.permute(places).flatten(-2)
 
     return call
 

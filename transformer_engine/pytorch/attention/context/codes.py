@@ -29,15 +29,15 @@ from transformer_engine.pytorch.attention.backends.backend import (
 )
 from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.backends.unfused_fp8 import cast_gradients
-from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.core.call import NO_SINK, Call
 
 
 def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
     """The functions of a scheme for calls in high precision and in FP8.
 
-    In FP8 `forward` takes codes of query, key and value, and returns a result in fp32; calls carry
-    the scales of these codes, see `Casts.with_codes`. By the backward the scales of the module have
-    moved on: those of the forward are saved.
+    In FP8 `forward` takes codes of query, key and value, and returns a result in `Casts.dtype`;
+    calls carry the scales of these codes, see `Casts.with_codes`. By the backward the scales of the
+    module have moved on: those of the forward are saved.
     """
     backward_in_fp8 = cast_gradients(backward)
 
@@ -47,7 +47,7 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
         if call.casts is None:
             return forward(query, key, value, call, needs)
         dtype = query.dtype
-        fused = _cudnn_computes_parts(query, call)
+        fused = _cudnn_computes_parts(query, call, needs)
         (query, key, value), casts = call.casts.with_codes((query, key, value))
         if fused:
             casts = casts._replace(dtype=cudnn_fp8.sixteen_bit(dtype))
@@ -71,10 +71,10 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
     return cast_forward, cast_backward
 
 
-def _cudnn_computes_parts(query: torch.Tensor, call: Call) -> bool:
-    """Whether it takes parts of the size of this rank's tokens."""
+def _cudnn_computes_parts(query: torch.Tensor, call: Call, needs: Needs) -> bool:
+    """Whether it takes parts with the mask of the call. A sink is no matter of parts."""
     if call.casts is None or call.casts.calibrating:
         return False
-    part = call._replace(context=None, part=True)
+    part = call._replace(context=None, part=True, sink=NO_SINK)
     dtype = cudnn_fp8.sixteen_bit(query.dtype)
-    return choose(query.device, dtype, True, part) is cudnn_fp8.BACKEND
+    return choose(query.device, dtype, any(needs), part) is cudnn_fp8.BACKEND

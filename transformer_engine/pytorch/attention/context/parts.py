@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine import _C
+from transformer_engine.pytorch.attention.backends import unfused
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
 from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.context.lengths import UNIT, Lengths, lengths_of
@@ -250,8 +251,7 @@ def part_forward(
         bias = bias.detach().requires_grad_()
     with torch.set_grad_enabled(needs.bias):
         asked = call if bias is None else call._replace(bias=Bias(call.bias.type, bias))
-        dtype = inputs[0].dtype if call.casts is None else call.casts.dtype
-        backend = choose(device, dtype, any(needs), asked)
+        backend = _backend_of(asked, inputs[0].dtype, needs, device)
     parts = backend.parts
     assert parts is not None, "the table of requirements refuses others"
     if _C.is_recording() and not backend.recordable(call):
@@ -268,6 +268,14 @@ def part_forward(
     if part.has_keys is not None:
         log_sum_exp = log_sum_exp.masked_fill(~part.has_keys, -torch.inf)
     return out, log_sum_exp, SavedPart(backend, stripped)
+
+
+def _backend_of(call: Call, dtype: torch.dtype, needs: Needs, device: torch.device) -> Backend:
+    if call.casts is None:
+        return choose(device, dtype, any(needs), call)
+    if not call.casts.by_cudnn:  # which takes some parts of such calls, but not all
+        return unfused.BACKEND
+    return choose(device, call.casts.dtype, any(needs), call)
 
 
 def with_seed(call: Call, backend: Backend, device: torch.device) -> Call:

@@ -1,5 +1,7 @@
 """All-gather of FP8 matrices: row-wise codes and scales, transposed where they are received.
 
+What only the transpose is read of is transposed by its sender, if it passes through peer memory.
+
 A single scale is not sent: it is equal on all ranks, because their amaxes were reduced. Blocks of
 1 x 128 values have no transpose, so their column-wise codes are gathered, too.
 """
