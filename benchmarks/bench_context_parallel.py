@@ -45,9 +45,7 @@ WAYS: dict[str, tuple[dict[str, str], bool]] = {
 RECIPE = DelayedScaling(fp8_dpa=True)
 
 
-def calls(
-    case: Case, comm_type: str | None, group: Any, stream: bool = False, fp8: bool = False
-) -> tuple[Call, Call]:
+def calls(case: Case, comm_type: str | None, group: Any, fp8: bool = False) -> tuple[Call, Call]:
     """Forward, and forward with backward, on this rank; of whole sequences without a type."""
     ranks = None if comm_type is None else dist.group.WORLD
     torch.manual_seed(0)
@@ -58,8 +56,7 @@ def calls(
         *(case.heads, case.size, case.groups), qkv_format="bshd", attn_mask_type=case.mask
     )
     if comm_type is not None:
-        side = torch.cuda.Stream() if stream else None
-        module.set_context_parallel_group(group, None, side, comm_type)
+        module.set_context_parallel_group(group, None, None, comm_type)
 
     def forward() -> torch.Tensor:
         with te.fp8_autocast(fp8, fp8_recipe=RECIPE):
@@ -87,8 +84,6 @@ def measure_context(rank: Rank, case: Case, goals: Goals, groups: dict[str, Any]
             pairs = {"one GPU": calls(case, None, None, fp8=fp8)}
             for kind, group in groups.items():
                 pairs[kind] = calls(case, kind, group, fp8=fp8)
-            if not (rank.dry or fp8):
-                pairs["p2p, cp_stream"] = calls(case, "p2p", groups["p2p"], stream=True)
             for i, op in enumerate(OPS):
                 contenders = {contender: pair[i] for contender, pair in pairs.items()}
                 times = rank.time_gpu(contenders, repeats=15, warmup=6)

@@ -87,7 +87,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         cp_group: ranks that share sequences, see `docs/how-to/context_parallel.md`: a process
             group; a list of two for `a2a+p2p`, that of the exchange first.
         cp_global_ranks: its global ranks; None for those of the group.
-        cp_stream: where results of parts are merged, from five on; None: current stream.
+        cp_stream: accepted for compatibility; parts are merged on the current stream.
         bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
         cp_comm_type: `p2p`, `all_gather`, `a2a` or `a2a+p2p`.
         softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.

@@ -24,7 +24,6 @@ from transformer_engine.pytorch.attention.context.parts import (
 from transformer_engine.pytorch.attention.context.score_blocks import Chunks
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
 from transformer_engine.pytorch.kernels.memory import packed
-from transformer_engine.pytorch.parallel.streams import on_stream
 
 
 class KeyValues(NamedTuple):
@@ -65,7 +64,6 @@ def attend(
     """
     call, query = rank_call.call, inputs[0]
     merger = OutputMerger(rank_call, query)
-    stream = None if call.context is None else call.context.stream
     tensors: list[Any] = []
     records: list[_PartRecord] = []
     for step in steps:
@@ -73,15 +71,11 @@ def attend(
             part_inputs = _inputs(rank_call, part, query, step)
             found = part_forward(part_inputs, part, needs, rank_call.device)
             out, log_sum_exp, (backend, saved) = found
-            with on_stream(stream, out, log_sum_exp):
-                merger.add(part.block.queries, out, log_sum_exp)
+            merger.add(part.block.queries, out, log_sum_exp)
             if any(needs):
                 own = slice(len(tensors), len(tensors) + len(saved.tensors))
                 records.append(_PartRecord(step.step, backend, saved.facts, own))
                 tensors += saved.tensors
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
-        merger.record_stream(torch.cuda.current_stream())
     out, log_sum_exp = merger.result(call.sink.offset)
     if not any(needs):
         return out, None

@@ -23,7 +23,6 @@ class ContextGroup:
         comm_type: one of `COMM_TYPES`.
         group: of the ring, or of the ranks that gather; None for `a2a`.
         heads: of the ranks that exchange heads for tokens; None for `p2p` and `all_gather`.
-        stream: on which results are merged; None for the current stream.
         backend_for: `schemes.scheme`, which chooses the backend of a call.
         known: calls for which the ranks have agreed, as `schemes.scheme` tells them apart.
     """
@@ -31,7 +30,6 @@ class ContextGroup:
     comm_type: str
     group: dist.ProcessGroup | None
     heads: dist.ProcessGroup | None = None
-    stream: Any = None
     backend_for: Callable[[torch.Tensor, tuple[bool, ...], Call], Any] | None = None
     known: set[Any] = field(default_factory=set)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -81,12 +81,6 @@ class _PartMerger:
         sizes = [self._shape[axis] for axis in (1 - self._token_axis, 2, self._token_axis)]
         found = out.new_empty(sizes, dtype=torch.float32)
         return found.transpose(1, 2) if self._token_axis == 1 else found.permute(2, 0, 1)
-
-    def record_stream(self, stream: Any) -> None:
-        """Tell the allocator that another stream than that of `add` reads what was merged."""
-        for x in (self._out, self._log_sum_exp):
-            if x is not None:
-                x.record_stream(stream)
 
 
 class OutputMerger(_PartMerger):

@@ -150,7 +150,7 @@ def reserve_memory(query: torch.Tensor, call: Call) -> None:
     """Have peer memory for a call before it is recorded. All ranks of the ring must call this."""
     context, shape = call.context, call.shape
     assert context is not None
-    if context.stream is not None or not _is_plain(call):
+    if not _is_plain(call):
         return
     tokens, heads = (shape.batch or 1) * shape.keys, shape.groups
     count = tokens * heads * max(shape.key_size, shape.value_size) * query.element_size()
@@ -169,10 +169,8 @@ def _peer_tensors(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def _recordable(call: Call) -> bool:
-    """Where everything passes through peer memory, and merging has no stream of its own."""
-    context = call.context
-    assert context is not None
-    return context.stream is None and _is_plain(call) and len(_peer_tensors(call)) == _RECORDED
+    """Where everything passes through peer memory."""
+    return _is_plain(call) and len(_peer_tensors(call)) == _RECORDED
 
 
 _RECORDED = 4  # tensors of peer memory: of keys and values, and of their gradients

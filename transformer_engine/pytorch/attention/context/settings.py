@@ -23,7 +23,7 @@ def context_group(
 ) -> ContextGroup | None:
     """The ranks that the arguments of `set_context_parallel_group` name; None for one rank.
 
-    `heads` are the numbers of query heads and of key heads.
+    `heads` are the numbers of query heads and of key heads. The stream is checked alone.
     """
     where = f" (layer {layer})"
     if cp_comm_type not in COMM_TYPES:
@@ -56,7 +56,7 @@ def context_group(
         several = [*several, None]
     elif cp_comm_type != "a2a+p2p":
         several = [None, *several]
-    context = ContextGroup(cp_comm_type, several[1], several[0], cp_stream, scheme)
+    context = ContextGroup(cp_comm_type, several[1], several[0], scheme)
     _check_heads(context, heads, where)
     return context
 
