@@ -49,6 +49,7 @@ class _Plan(NamedTuple):
     options: Options
     needs: Needs
     compiling: bool
+    alone: bool  # no other stage is in the chain
 
 
 @constant_in_graphs
@@ -100,11 +101,15 @@ class Attention(Stage):
         if call.requires_grad:
             query, key, value = call.needs[:3]
             needs = Needs(query, key, value, call.needs[first + _BIAS], call.needs[first + _SINK])
-        return _Plan(call.options, needs, call.compiling)
+        return _Plan(call.options, needs, call.compiling, len(call.chain.steps) == 1)
 
     def recordable(self, plan: _Plan) -> bool:
-        """Where the backend says so."""
-        return plan.options.backend.recordable(plan.options.call)
+        """Where the backend says so; of context parallel ranks by itself alone.
+
+        In a layer keys are views of a projection, which torch would copy before they are sent.
+        """
+        backend, call, *_ = plan.options
+        return backend.recordable(call) and (plan.alone or call.context is None)
 
     def persistent_tensors(self, plan: _Plan) -> Sequence[torch.Tensor]:
         """Those of the backend."""
