@@ -146,16 +146,23 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     return steps.gradients(*sums.results([grad.result() for grad in own_grads]))
 
 
-def reserve_memory(query: torch.Tensor, call: Call) -> None:
-    """Have peer memory for a call before it is recorded. All ranks of the ring must call this."""
+def reserve_memory(query: torch.Tensor, call: Call, needs: bool) -> None:
+    """Have peer memory for a call before it is recorded. All ranks of the ring must call this.
+
+    Args:
+        query: of the call.
+        call: the call.
+        needs: a backward will follow; others are recorded where there is memory for gradients.
+    """
     context, shape = call.context, call.shape
     assert context is not None
     if not _is_plain(call):
         return
     tokens, heads = (shape.batch or 1) * shape.keys, shape.groups
     count = tokens * heads * max(shape.key_size, shape.value_size) * query.element_size()
-    for ring in (True, False):
-        peer_memory(context.group, query.device, count, ring)
+    peer_memory(context.group, query.device, count, ring=True)
+    if needs:
+        peer_memory(context.group, query.device, count)
 
 
 def _is_plain(call: Call) -> bool:

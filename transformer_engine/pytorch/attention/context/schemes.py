@@ -32,7 +32,7 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
         _meet(context, structure, call)
         context.known.add(known)
         if context.comm_type == "p2p":
-            ring.reserve_memory(query, call)
+            ring.reserve_memory(query, call, any(needs[:3]))
     if context.heads is not None:
         return heads.BACKEND
     return gather.BACKEND if context.comm_type == "all_gather" else ring.BACKEND
