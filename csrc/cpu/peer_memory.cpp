@@ -2,9 +2,9 @@
 #include "ops/peer_memory.h"
 
 #include <atomic>
-#include <cstring>
 
 #include "cpu/rank_wait.h"
+#include "ops/copy.h"
 
 namespace te::cpu {
 namespace {
@@ -26,9 +26,7 @@ void peer_send(const Rows& rows, const PeerSlots& slots, int64_t pitch) {
   for (const PeerSlot& slot : slots) {
     wait_for(slot.free, slot.other, "peer_send");
     clear(slot.free);
-    for (int64_t row = 0; row < rows.count; ++row)
-      std::memcpy(slot.data + row * pitch, rows.data + row * rows.pitch,
-                  static_cast<size_t>(rows.bytes));
+    copy(rows, placed(rows, slot.data, pitch));
     set(slot.arrived);
   }
 }
@@ -37,9 +35,7 @@ void peer_receive(const PeerSlots& slots) {
   for (const PeerSlot& slot : slots) wait_for(slot.arrived, slot.other, "peer_receive");
 }
 
-void peer_copy(const Rows& out, const PeerSlot& slot) {
-  std::memcpy(out.data, slot.data, static_cast<size_t>(out.bytes));
-}
+void peer_copy(const Rows& out, const PeerSlot& slot) { copy(without_gaps(out, slot.data), out); }
 
 void peer_release(const PeerSlots& slots) {
   for (const PeerSlot& slot : slots) {

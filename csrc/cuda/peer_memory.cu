@@ -93,10 +93,7 @@ void peer_send(const Rows& rows, const PeerSlots& slots, int64_t pitch, const Pe
   for (const PeerSlot& slot : slots) turns.push_back(write(slot.free, 0));
   run(sends, std::move(turns));
   for (const PeerSlot& slot : slots) {
-    Rows target = rows;
-    target.data = slot.data;
-    target.pitch = pitch;
-    copy_rows(rows, target, sends, "peer_send");
+    copy_rows(rows, placed(rows, slot.data, pitch), sends, "peer_send");
     run(sends, {write(slot.arrived, 1)});
   }
   check(cudaEventRecord(event_of(events.sent), sends), "peer_send");

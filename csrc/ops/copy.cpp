@@ -1,7 +1,5 @@
 #include "ops/copy.h"
 
-#include <cstring>
-
 #include "ops/check.h"
 #include "ops/dispatch.h"
 
@@ -18,12 +16,8 @@ void copy(const TensorView& x, const TensorView& out, Stream stream) {
   if (to.count == 1) to = without_gaps(from, to.data);
   require(from.count == to.count, Kind::Value, "copy", "expected x or out to be contiguous, got ",
           from.count, " and ", to.count, " rows");
-  const auto on_cpu = [&] {
-    for (int64_t row = 0; row < to.count; ++row)
-      std::memcpy(to.data + row * to.pitch, from.data + row * from.pitch,
-                  static_cast<size_t>(to.bytes));
-  };
-  on_device(x, on_cpu, [&] { cuda::copy(from, to, x.device, stream); });
+  on_device(
+      x, [&] { cpu::copy(from, to); }, [&] { cuda::copy(from, to, x.device, stream); });
 }
 
 }  // namespace te

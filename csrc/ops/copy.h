@@ -9,6 +9,9 @@ namespace te {
 // Both have the same sizes, dtype and device. One of them is contiguous.
 void copy(const TensorView& x, const TensorView& out, Stream stream);
 
+namespace cpu {
+void copy(const Rows& x, const Rows& out);
+}
 namespace cuda {
 void copy(const Rows& x, const Rows& out, Device device, Stream stream);
 }

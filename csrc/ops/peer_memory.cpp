@@ -133,12 +133,12 @@ void peer_spread(const TensorView& x, const TensorView& memory, const TensorView
   check::same_device(x, memory, kOp, "x");
   const Rows rows = rows_of(x, kOp, "x");
   PeerSlots slots = of.to(kAllOthers);
-  const int64_t bytes = of.room() * (of.ranks() - 1), first = bytes * slot;
-  const int64_t place = x.ptr<char>() - of.own_memory();
+  const int64_t bytes = of.room() * (of.ranks() - 1);
+  const int64_t place = rows.data - of.from(kAllOthers).front().data;
   const int64_t reach = rows.pitch * (rows.count - 1) + rows.bytes;
-  require(place >= first && place + reach <= first + bytes, Kind::Value, kOp, "expected x in the ",
-          bytes, " bytes of the slot, got ", reach, " bytes at ", place - first);
-  for (PeerSlot& other : slots) other.data = of.memory_of(other.other.rank) + place;
+  require(place >= 0 && place + reach <= bytes, Kind::Value, kOp, "expected x in the ", bytes,
+          " bytes of the slot, got ", reach, " bytes at ", place);
+  for (PeerSlot& to : slots) to.data = of.memory_of(to.other.rank) + (rows.data - of.own_memory());
   send(x, rows, slots, rows.pitch, of, stream);
 }
 

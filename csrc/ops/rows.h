@@ -14,10 +14,11 @@ struct Rows {
   int64_t pitch;  // from one to the next
 };
 
-// As many rows, of as many bytes, without gaps between them.
-inline Rows without_gaps(const Rows& rows, char* data) {
-  return {.data = data, .count = rows.count, .bytes = rows.bytes, .pitch = rows.bytes};
+// As many rows, of as many bytes, at another place.
+inline Rows placed(const Rows& rows, char* data, int64_t pitch) {
+  return {.data = data, .count = rows.count, .bytes = rows.bytes, .pitch = pitch};
 }
+inline Rows without_gaps(const Rows& rows, char* data) { return placed(rows, data, rows.bytes); }
 
 // Fails where the rows of a tensor have several distances, or overlap.
 Rows rows_of(const TensorView& x, std::string_view op, std::string_view name);

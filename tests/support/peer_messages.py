@@ -50,7 +50,7 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
     received: list[int] = []
     transfer_type = peer_memory.Transfer
     receive, receive_sum = transfer_type.receive, transfer_type.receive_sum
-    borrow, receive_parts = transfer_type.borrow, transfer_type.receive_parts
+    borrow, receive_all = transfer_type.borrow, transfer_type.receive_all
 
     def counted(*arguments: Any) -> Iterator[tuple[int, torch.Tensor]]:
         for rank, part in receive(*arguments):
@@ -67,10 +67,10 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
 
     def counted_columns(transfer: Any) -> None:
         received.append(COLUMNS)
-        receive_parts(transfer)
+        receive_all(transfer)
 
     patch.setattr(transfer_type, "receive", counted)
-    patch.setattr(transfer_type, "receive_parts", counted_columns)
+    patch.setattr(transfer_type, "receive_all", counted_columns)
     patch.setattr(transfer_type, "receive_sum", counted_sum)
     patch.setattr(transfer_type, "borrow", counted_borrow)
     return received

@@ -20,11 +20,11 @@ class Transfer:
     def spread(self, own: torch.Tensor) -> None:
         self.own = own.clone()
 
-    def receive_parts(self) -> None:
+    def receive_all(self) -> None:
         self.out[:, :ROWS] = self.other.t()
         self.received += 1
 
-    def release_parts(self) -> None:
+    def release_all(self) -> None:
         self.released += 1
         self.out.zero_()  # the next transfer takes it
 

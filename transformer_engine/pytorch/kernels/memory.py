@@ -56,7 +56,7 @@ def new_empty(
     return like.new_empty(shape, dtype=dtype)
 
 
-def packed(x: torch.Tensor) -> torch.Tensor:
+def contiguous(x: torch.Tensor) -> torch.Tensor:
     """`x.contiguous()`; by a call of `_C`, which can be recorded, if `x` is a range of a tensor.
 
     Args:

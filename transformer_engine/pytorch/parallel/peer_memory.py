@@ -172,18 +172,18 @@ class PeerMemory:
 
     def received(self, sender: int, slot: int, like: torch.Tensor) -> torch.Tensor:
         """The tensor in a slot of this rank."""
-        own, group = self.tensors
-        place = _C.peer_slot_offset(group, sender, slot)
-        return own.narrow(0, place, like.nbytes).view(like.dtype).view(like.shape)
+        return self._bytes(sender, slot, like.nbytes).view(like.dtype).view(like.shape)
 
     def across(self, slot: int, shape: tuple[int, int]) -> torch.Tensor | None:
         """uint8 across a slot of this rank, of which ranks have parts; None if it has no room."""
-        own, group = self.tensors
         count = math.prod(shape)
         if count > self.room * len(self.others):
             return None
-        place = _C.peer_slot_offset(group, _ALL_OTHERS, slot)
-        return own.narrow(0, place, count).view(shape)
+        return self._bytes(_ALL_OTHERS, slot, count).view(shape)
+
+    def _bytes(self, sender: int, slot: int, count: int) -> torch.Tensor:
+        own, group = self.tensors
+        return own.narrow(0, _C.peer_slot_offset(group, sender, slot), count)
 
 
 class Transfer:
@@ -203,7 +203,7 @@ class Transfer:
         """Send a tensor after the current stream has computed it.
 
         The tensor must not be freed before `receive` has ended. All tensors that are sent share
-        memory.
+        memory, or `finish` is called with each.
 
         Args:
             rank: the receiver.
@@ -221,13 +221,13 @@ class Transfer:
         _C.peer_spread(x, *self.memory.tensors, self.slot)
         self._last = x
 
-    def receive_parts(self) -> None:
-        """Wait for the parts of all others, until `release_parts`; as `receive` does."""
+    def receive_all(self) -> None:
+        """Wait for what all others send, until `release_all`; as `receive` does."""
         self._come_next()
         _C.peer_receive(*self.memory.tensors, _ALL_OTHERS, self.slot)
 
-    def release_parts(self) -> None:
-        """Nobody reads what lies across the slot any more; this rank's sends have ended, too."""
+    def release_all(self) -> None:
+        """Nobody reads what others have sent any more; this rank's sends have ended, too."""
         self.release(_ALL_OTHERS)
         self._finish()
 
@@ -245,15 +245,15 @@ class Transfer:
                 each where they have arrived.
         """
         memory, slot = self.memory, self.slot
-        self._come_next()
         if at_once:
-            _C.peer_receive(*memory.tensors, _ALL_OTHERS, slot)
+            self.receive_all()
+        else:
+            self._come_next()
         for rank in reversed(memory.others):
             if not at_once:
                 _C.peer_receive(*memory.tensors, rank, slot)
             yield rank, memory.received(rank, slot, like)
-        self.release(_ALL_OTHERS)
-        self._finish()
+        self.release_all()
 
     def borrow(self, like: torch.Tensor, sender: int) -> torch.Tensor:
         """The tensor of a rank, in peer memory, until `release`; this rank's send has ended, too.

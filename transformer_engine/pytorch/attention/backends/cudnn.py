@@ -52,7 +52,7 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
-from transformer_engine.pytorch.kernels.memory import packed
+from transformer_engine.pytorch.kernels.memory import contiguous
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
@@ -160,7 +160,7 @@ def _restore(
     shape = call.shape
     placed = shape.band is None and call.bias.tensor is None
     inputs = [*readable(*inputs, placed=placed)]
-    tensors = (*inputs, packed(out), *stripped.tensors)
+    tensors = (*inputs, contiguous(out), *stripped.tensors)
     return Saved(statistics_of_part(lse, call), tensors, stripped.facts)
 
 
@@ -168,7 +168,7 @@ def statistics_of_part(lse: torch.Tensor, call: Call) -> torch.Tensor:
     """The log-sum-exp of `Parts` in cuDNN's order."""
     if call.shape.qkv_format != "thd":
         lse = lse.permute(1, 2, 0) if call.shape.qkv_format == "sbhd" else lse.transpose(1, 2)
-    return packed(lse)
+    return contiguous(lse)
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:

@@ -62,7 +62,7 @@ from transformer_engine.pytorch.kernels.attention_fp8 import (
     fp8_attention_refusal,
 )
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.memory import packed
+from transformer_engine.pytorch.kernels.memory import contiguous
 
 # What is cast for the softmax result is at most 1, and is 1 in every row: the scale of the largest
 # weight, which the state follows, would saturate.
@@ -264,7 +264,7 @@ def _restore(
     stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
 ) -> Saved:
     query, key, value, out = tensors
-    out = packed(out).unflatten(-1, (-1, call.shape.value_size))
+    out = contiguous(out).unflatten(-1, (-1, call.shape.value_size))
     return Saved(statistics_of_part(lse, call), (query, key, value, out), stripped.facts)
 
 

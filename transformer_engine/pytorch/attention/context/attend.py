@@ -23,7 +23,7 @@ from transformer_engine.pytorch.attention.context.parts import (
 )
 from transformer_engine.pytorch.attention.context.score_blocks import Chunks
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
-from transformer_engine.pytorch.kernels.memory import packed
+from transformer_engine.pytorch.kernels.memory import contiguous
 
 
 class KeyValues(NamedTuple):
@@ -132,7 +132,7 @@ class Backward:
             grad, out, lse = (call.narrow(x, queries) for x in (self.grad, self.out, self._lse))
             tensors = (*_inputs(call, part, self.query, step), out)
             saved_part = SavedPart(record.backend, saved)
-            found = part_backward(packed(grad), tensors, lse, part, saved_part, self.needs)
+            found = part_backward(contiguous(grad), tensors, lse, part, saved_part, self.needs)
             self._query_grad.add_if_wanted(queries, found.query)
             key_grad.add_if_wanted(keys, found.key)
             value_grad.add_if_wanted(keys, found.value)

@@ -47,34 +47,34 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
         if call.casts is None:
             return forward(query, key, value, call, needs)
         dtype = query.dtype
-        fused = _cudnn_computes_parts(query, call, needs)
-        (query, key, value), casts = call.casts.with_codes((query, key, value))
-        if fused:
-            casts = casts._replace(dtype=cudnn_fp8.sixteen_bit(dtype))
+        casts = call.casts._replace(dtype=_dtype_of_parts(query, call, needs))
+        (query, key, value), casts = casts.with_codes((query, key, value))
         with torch.autocast(query.device.type, enabled=False):
             out, saved = forward(query, key, value, call._replace(casts=casts), needs)
         out = casts.out.cast(out, dtype)
         if saved is None:
             return out, None
-        return out, saved.wrap((casts.qkv_scales, casts.softmax.scale.clone()), fused)
+        return out, saved.wrap((casts.qkv_scales, casts.softmax.scale.clone()), casts.dtype)
 
     def cast_backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
         if call.casts is None:
             return backward(grad, saved, call, needs)
-        inner, (qkv_scales, softmax_scale), fused = saved.unwrap()
+        inner, (qkv_scales, softmax_scale), dtype = saved.unwrap()
         softmax = call.casts.softmax._replace(scale=softmax_scale, amax=None)
-        casts = call.casts._replace(qkv_scales=qkv_scales, softmax=softmax)
-        if fused:
-            casts = casts.without_backward()._replace(dtype=cudnn_fp8.sixteen_bit(grad.dtype))
+        casts = call.casts._replace(qkv_scales=qkv_scales, softmax=softmax, dtype=dtype)
+        if casts.by_cudnn:
+            casts = casts.without_backward()
         return backward_in_fp8(grad, inner, call._replace(casts=casts), needs)
 
     return cast_forward, cast_backward
 
 
-def _cudnn_computes_parts(query: torch.Tensor, call: Call, needs: Needs) -> bool:
-    """Whether it takes parts with the mask of the call. A sink is no matter of parts."""
-    if call.casts is None or call.casts.calibrating:
-        return False
+def _dtype_of_parts(query: torch.Tensor, call: Call, needs: Needs) -> torch.dtype:
+    """`Casts.dtype` of the call: whether cuDNN takes parts with its mask. Parts have no sink."""
+    assert call.casts is not None
+    if call.casts.calibrating:
+        return torch.float32
     part = call._replace(context=None, part=True, sink=NO_SINK)
     dtype = cudnn_fp8.sixteen_bit(query.dtype)
-    return choose(query.device, dtype, any(needs), part) is cudnn_fp8.BACKEND
+    backend = choose(query.device, dtype, any(needs), part)
+    return dtype if backend is cudnn_fp8.BACKEND else torch.float32

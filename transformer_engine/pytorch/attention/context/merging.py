@@ -108,15 +108,14 @@ class OutputMerger(_PartMerger):
         Args:
             sink: scores `[heads]` of one more key, which has no value; or None.
         """
-        dtype = self._dtype
-        out, merged_lse = self.merged(dtype if sink is None else torch.float32)
+        out, merged_lse = self.merged(self._dtype if sink is None else torch.float32)
         assert merged_lse is not None
         log_sum_exp = merged_lse
         if sink is not None:
             merged_lse = merged_lse.masked_fill(merged_lse == torch.inf, -torch.inf)
             log_sum_exp = torch.logaddexp(merged_lse, sink.float())
             out = out * torch.exp(merged_lse - log_sum_exp).unsqueeze(-1)
-        return out.flatten(-2).to(dtype), log_sum_exp
+        return out.flatten(-2).to(self._dtype), log_sum_exp
 
 
 class GradSum(_PartMerger):

@@ -107,7 +107,7 @@ class _ColumnGather(Pending):
     def lend(self) -> Fp8Matrix:
         """The codes lie in peer memory until `release`."""
         if self.result is None:
-            self._transfer.receive_parts()
+            self._transfer.receive_all()
             self._lent = True
             return self._with(self._out)
         found: Fp8Matrix = self.result  # a later collective has waited for this one already
@@ -115,7 +115,7 @@ class _ColumnGather(Pending):
 
     def release(self) -> None:
         if self._lent:
-            self._transfer.release_parts()
+            self._transfer.release_all()
             self._lent = False
 
     def wait(self) -> Fp8Matrix:
