@@ -45,7 +45,12 @@ LIMIT = 80 * 2**30
 CLOSE = 1.04  # to the largest batch
 KERNELS = 40  # that a profile prints
 YARDSTICK = Row("torch", compiled=True)
-FP8 = (Row("ours", "fp8 delayed"), Row("ours", "fp8 current"), Row("ours", "fp8 delayed", True))
+FP8 = (
+    Row("ours", "fp8 delayed", fp8_head=True),
+    Row("ours", "fp8 delayed"),
+    Row("ours", "fp8 current"),
+    Row("ours", "fp8 delayed", fp8_weights=True),
+)
 OURS = (Row("ours"), *FP8)
 # In the order in which they are measured: what is interrupted has the most telling ones.
 ROWS = (

@@ -115,7 +115,9 @@ class Model(nn.Module):
 # ---- Ours ---------------------------------------------------------------------------------------
 
 
-def our_model(sizes: Architecture, kind: type[Model] = Model, **arguments: Any) -> Model:
+def our_model(
+    sizes: Architecture, fp8_head: bool, kind: type[Model] = Model, **arguments: Any
+) -> Model:
     """Made of this package's modules; `arguments` are those of layers."""
     gpt = sizes.groups is None
     style: dict[str, Any] = {}
@@ -142,7 +144,8 @@ def our_model(sizes: Architecture, kind: type[Model] = Model, **arguments: Any) 
     if not gpt:
         angles = te.RotaryPositionEmbedding(sizes.head_size)(sizes.sequence)
         each["rotary_pos_emb"] = angles.to(DEVICE)
-    return kind(sizes, layers, norm, te.linear_cross_entropy, each)
+    loss = partial(te.linear_cross_entropy, fp8=fp8_head)
+    return kind(sizes, layers, norm, loss, each)
 
 
 def _residual_deviation(sizes: Architecture) -> float:

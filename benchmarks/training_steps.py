@@ -40,6 +40,7 @@ class Row:
         library: `ours`, `torch` or `torchao`.
         precision: of our layers, a key of `contenders.RECIPES`.
         fp8_weights: the model keeps its weights in FP8 alone.
+        fp8_head: the projection to the vocabulary is in FP8, too.
         compiled: forward and backward go through `torch.compile`, in its default mode.
         in_graphs: the whole step, optimizer included, is one CUDA graph.
     """
@@ -47,12 +48,14 @@ class Row:
     library: str
     precision: str = "bf16"
     fp8_weights: bool = False
+    fp8_head: bool = False
     compiled: bool = False
     in_graphs: bool = False
 
     def __str__(self) -> str:
         kind = "fp8 weights" if self.fp8_weights else self.precision
         words = [f"ours {kind}" if self.library == "ours" else self.library]
+        words += ["fp8 head"] * self.fp8_head
         words += ["compiled"] * self.compiled + ["in graphs"] * self.in_graphs
         return ", ".join(words)
 
@@ -68,7 +71,7 @@ def build(row: Row, sizes: Architecture, **options: Any) -> Model:
     if row.library == "ours":
         recipe = RECIPES[row.precision]
         with te.fp8_model_init(row.fp8_weights, recipe, preserve_high_precision_init_val=True):
-            return our_model(sizes, **options)
+            return our_model(sizes, row.fp8_head, **options)
     model = plain_model(sizes)
     if row.library == "torchao":
         import_module("torchao.float8").convert_to_float8_training(model.layers)

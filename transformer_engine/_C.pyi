@@ -142,6 +142,10 @@ def cross_entropy_backward(
     smoothing: float,
     evenly: float,
     dx: Tensor | None,
+    rowwise: Tensor | None = None,
+    columnwise: Tensor | None = None,
+    scales: Tensor | None = None,
+    format: int = 6,
 ) -> None: ...
 def cross_entropy_forward(
     logits: Tensor | None, labels: Tensor | None, sums: Tensor | None
@@ -345,6 +349,15 @@ def quantize_blocks(
     power_of_2: bool,
     epsilon: float,
     dbias: Tensor | None = None,
+) -> None: ...
+def quantize_many(
+    tensors: Sequence[Tensor | None],
+    rowwise: Sequence[Tensor | None],
+    columnwise: Sequence[Tensor | None],
+    pairs: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
+    amaxes: Sequence[Tensor | None],
+    format: int,
 ) -> None: ...
 def rope(
     x: Tensor | None,

@@ -1,4 +1,6 @@
 // Bindings of quantize and quantize_blocks; the FP8 format travels as the integer value of DType.
+#include <pybind11/stl.h>
+
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
 #include "bindings/recording.h"
@@ -8,6 +10,8 @@
 
 namespace te::bindings {
 namespace {
+
+using Views = std::vector<TensorView>;
 
 void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorView& columnwise,
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
@@ -22,6 +26,28 @@ void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorV
       .moments = moments_sink(moments, active, x, stream)};
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   quantize(args, stream);
+}
+
+// The tensors that a list has for each of `count`; an empty list has none.
+TensorView optional_of(const Views& views, size_t i, size_t count) {
+  if (views.empty()) return {};
+  require(views.size() == count, Kind::Value, "quantize_many", "expected ", count,
+          " tensors or none, got ", views.size());
+  return views[i];
+}
+
+void quantize_many_into(const Views& tensors, const Views& rowwise, const Views& columnwise,
+                        const Views& pairs, const Views& scales, const Views& amaxes, int format) {
+  const size_t count = tensors.size();
+  std::vector<QuantizeArgs> all(count);
+  for (size_t i = 0; i < count; ++i) {
+    all[i].x = tensors[i];
+    all[i].out = quantized_view(optional_of(rowwise, i, count), optional_of(columnwise, i, count),
+                                optional_of(pairs, i, count), optional_of(scales, i, count),
+                                optional_of(amaxes, i, count), static_cast<DType>(format));
+  }
+  const Device device = count == 0 ? Device{} : tensors.front().device;
+  quantize_many(all, bridge::current_stream(device));
 }
 
 void quantize_blocks_into(const TensorView& x, const TensorView& rowwise,
@@ -50,6 +76,8 @@ void bind_quantize(pybind11::module_& m) {
   m.def("quantize", recordable<&quantize_into>, arg("x"), arg("rowwise"), arg("columnwise"),
         arg("scales"), arg("scale"), arg("amax"), arg("format"), arg("dbias") = none(),
         arg("moments") = none(), arg("active") = none());
+  m.def("quantize_many", recordable<&quantize_many_into>, arg("tensors"), arg("rowwise"),
+        arg("columnwise"), arg("pairs"), arg("scales"), arg("amaxes"), arg("format"));
   m.def("quantize_blocks", recordable<&quantize_blocks_into>, arg("x"), arg("rowwise"),
         arg("row_scales"), arg("columnwise"), arg("column_scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"), arg("dbias") = none());

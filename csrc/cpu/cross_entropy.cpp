@@ -3,8 +3,10 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "core/parallel.h"
+#include "cpu/row_sink.h"
 
 namespace te::cpu {
 namespace {
@@ -39,17 +41,16 @@ void forward_row(const CrossEntropyForwardArgs& args, int64_t row) {
 }
 
 template <class T>
-void backward_row(const CrossEntropyBackwardArgs& args, int64_t row) {
+void backward_row(const CrossEntropyBackwardArgs& args, int64_t row, std::vector<float>& dx) {
   const int64_t classes = args.logits.size(1);
   const T* x = args.logits.ptr<T>() + row * classes;
-  T* dx = args.dx.ptr<T>() + row * classes;
   const int label = args.labels.ptr<int>()[row];
   const float log_sum = args.log_sums.ptr<float>()[row];
   const float factor = args.factors ? args.factors.ptr<float>()[row] : 1.0f;
   for (int64_t j = 0; j < classes; ++j) {
     float value = std::exp(static_cast<float>(x[j]) - log_sum) - args.evenly;
     if (j == label) value -= 1.0f - args.smoothing;
-    dx[j] = T(label == kIgnored ? 0.0f : factor * value);
+    dx[static_cast<size_t>(j)] = label == kIgnored ? 0.0f : factor * value;
   }
 }
 
@@ -66,11 +67,16 @@ void cross_entropy_forward(const CrossEntropyForwardArgs& args) {
 }
 
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args) {
-  const int64_t rows = args.logits.size(0), grain = grain_of(args.logits.size(1));
+  const int64_t rows = args.logits.size(0), classes = args.logits.size(1);
+  const RowSink sink(rows, classes, args.dx, args.codes, {});
   dispatch_high_precision(args.logits.dtype, "cross_entropy_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    parallel_for(rows, grain, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) backward_row<T>(args, row);
+    parallel_for(rows, grain_of(classes), [&](int64_t first, int64_t last) {
+      std::vector<float> dx(static_cast<size_t>(classes));
+      for (int64_t row = first; row < last; ++row) {
+        backward_row<T>(args, row, dx);
+        sink.write(row, dx);
+      }
     });
   });
 }

@@ -1,7 +1,7 @@
 // Activation backward by the tile map: dx, its codes both ways, either scaling, the bias gradient,
 // and the result of forward once more, in one pass over dy and x.
 #include "cuda/column_sum.h"
-#include "cuda/device/tile_map.cuh"
+#include "cuda/device/tile_map_launch.cuh"
 #include "ops/activation.h"
 
 namespace te::cuda {

@@ -1,5 +1,5 @@
 // Activation forward by the tile map: y, its codes both ways, and either scaling, in one pass.
-#include "cuda/device/tile_map.cuh"
+#include "cuda/device/tile_map_launch.cuh"
 #include "ops/activation.h"
 
 namespace te::cuda {

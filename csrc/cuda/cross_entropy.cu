@@ -2,6 +2,7 @@
 // relative to the largest value so far; the backward reads and writes each element once.
 #include "ops/cross_entropy.h"
 
+#include "cuda/cross_entropy_codes.h"
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/exponential.cuh"
 #include "cuda/device/pack_io.cuh"
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(kThreads)
                                   const float* factors, float smoothing, float evenly, T* dx,
                                   int classes) {
   follow_previous_kernel();
-  const int64_t row = blockIdx.x, start = row * classes;
+  // From the end, where the forward was last: its rows are still in L2.
+  const int64_t row = gridDim.x - 1 - blockIdx.x, start = row * classes;
   const int label = labels[row];
   const float log_sum = log_sums[row], factor = factors == nullptr ? 1.0f : factors[row];
   float values[V];
@@ -150,6 +152,7 @@ void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream) {
 
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream) {
   constexpr const char* kOp = "cross_entropy_backward";
+  if (args.codes) return cross_entropy_codes(args, stream);
   const TensorView& logits = args.logits;
   require_few_classes(logits, kOp);
   const DeviceGuard guard(logits.device);

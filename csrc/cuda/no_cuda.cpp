@@ -69,6 +69,7 @@ bool norm_takes_moments(const TensorView&, const TensorView&, const TensorView&)
 }
 void cast(const CastArgs&, Stream) { absent("cast"); }
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
+void quantize_many(const std::vector<QuantizeArgs>&, Stream) { absent("quantize_many"); }
 void quantize_blocks(const QuantizeBlocksArgs&, Stream) { absent("quantize_blocks"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }

@@ -1,11 +1,12 @@
-// Two kernels. Row-wise codes alone are a stream of values; everything else is the tile map of the
-// identity.
+// Row-wise codes alone are a stream of values; everything else is the tile map of the identity, of
+// one matrix or of many.
 #include "ops/quantize.h"
 
 #include <algorithm>
 
 #include "cuda/column_sum.h"
-#include "cuda/device/tile_map.cuh"
+#include "cuda/device/tensor_batch.cuh"
+#include "cuda/device/tile_map_launch.cuh"
 
 namespace te::cuda {
 namespace {
@@ -104,7 +105,83 @@ bool by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
       args.x.dtype, args.moments, "quantize", stream);
 }
 
+// ---- Tiles of many matrices ----
+
+struct Matrix {
+  const void* x;
+  int64_t rows;
+  int cols;
+  QuantizedSink out;
+};
+
+struct Matrices {
+  TensorBatch<Matrix, 48> tensors;  // arguments of a kernel are at most 4 KiB
+  bool e5m2;
+  bool wide = true;  // all of them
+};
+static_assert(sizeof(Matrices) <= 4096);
+
+using Copy = Identity<false>;
+
+__host__ __device__ TileWalk walk_of(int64_t rows, int64_t cols) {
+  return {(rows + kTile - 1) / kTile, (cols + kTile - 1) / kTile, false};
+}
+
+template <class In, bool kWide>
+__global__ void __launch_bounds__(kTileThreads, blocks_of<In, Copy>(kWide, false))
+    quantize_many_kernel(const __grid_constant__ Matrices matrices) {
+  follow_previous_kernel();
+  const int index = matrices.tensors.tensor_of(blockIdx.x);
+  const Matrix& matrix = matrices.tensors.tensors[index];
+  TileMap<Copy> map{.function = {},
+                    .inputs = {matrix.x},
+                    .rows = matrix.rows,
+                    .cols = matrix.cols,
+                    .walk = walk_of(matrix.rows, matrix.cols),
+                    .quantized = matrix.out,
+                    .e5m2 = matrices.e5m2};
+  const unsigned block = blockIdx.x - matrices.tensors.first_block[index];
+  const auto across = static_cast<unsigned>(map.walk.grid_x());
+  const TilePlace at = map.walk.at(block % across, block / across);
+  if (map.walk.has(at)) map_tile<In, Copy, kWide, false>(map, at);
+}
+
 }  // namespace
+
+void quantize_many(const std::vector<QuantizeArgs>& all, Stream on) {
+  constexpr const char* kOp = "quantize_many";
+  const TensorView& like = all.front().x;
+  const DeviceGuard guard(like.device);
+  Matrices matrices{.tensors = {}, .e5m2 = all.front().out.dtype == DType::Float8E5M2};
+  const auto launch = [&] {
+    if (matrices.tensors.blocks == 0) return;
+    dispatch_high_precision(like.dtype, kOp, [&](auto tag) {
+      using In = typename decltype(tag)::type;
+      dispatch_bool(matrices.wide, [&](auto wide) {
+        launch_dependent(quantize_many_kernel<In, wide()>, matrices.tensors.blocks, kTileThreads, 0,
+                         stream_of(on), matrices);
+      });
+    });
+    matrices.tensors.clear();
+    matrices.wide = true;
+  };
+  for (const QuantizeArgs& args : all) {
+    const int64_t rows = args.x.rows(), cols = args.x.cols();
+    if (rows == 0 || cols == 0) {
+      cuda::quantize(args, on);
+      continue;
+    }
+    const TileWalk walk = walk_of(rows, cols);
+    require(tiles_can_walk(walk, cols), Kind::Unsupported, kOp,
+            "expected fewer than 2^26 rows, got ", rows);
+    const Matrix matrix{args.x.data, rows, tile_map_cols(cols, kOp), sink_of(args.out)};
+    matrices.wide = matrices.wide && cols % 8 == 0 && is_aligned(matrix.x, 16) &&
+                    is_aligned(matrix.out.rowwise, 8);
+    matrices.tensors.add(matrix, walk.grid_x() * walk.grid_y());
+    if (matrices.tensors.is_full()) launch();
+  }
+  launch();
+}
 
 void quantize(const QuantizeArgs& args, Stream on) {
   const DeviceGuard guard(args.x.device);

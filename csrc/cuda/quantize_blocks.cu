@@ -10,7 +10,7 @@
 
 #include "cuda/column_sum.h"
 #include "cuda/device/magnitudes.cuh"
-#include "cuda/device/tile_map.cuh"
+#include "cuda/device/tile_map_launch.cuh"
 #include "cuda/policy/quantize_blocks.h"
 
 namespace te::cuda {

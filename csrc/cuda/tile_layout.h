@@ -23,14 +23,14 @@ struct TileWalk {
   int band_log2 = 0;  // a power of two: blocks find their place without a division
 
   TileWalk() = default;
-  TileWalk(int64_t tile_rows, int64_t tile_cols, bool from_the_end)
+  TE_HD TileWalk(int64_t tile_rows, int64_t tile_cols, bool from_the_end)
       : rows(static_cast<int>(tile_rows)),
         cols(static_cast<int>(tile_cols)),
         backwards(from_the_end) {
     while (band_log2 < 3 && (1 << band_log2) < rows) ++band_log2;
   }
-  int64_t grid_x() const { return static_cast<int64_t>(cols) << band_log2; }
-  int64_t grid_y() const { return (rows + (1 << band_log2) - 1) >> band_log2; }
+  TE_HD int64_t grid_x() const { return static_cast<int64_t>(cols) << band_log2; }
+  TE_HD int64_t grid_y() const { return (rows + (1 << band_log2) - 1) >> band_log2; }
 
   TE_HD TilePlace at(unsigned x, unsigned y) const {
     const auto block = static_cast<int>(x), band = static_cast<int>(y);

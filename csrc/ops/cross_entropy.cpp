@@ -43,8 +43,13 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream)
   rows_of_classes(args.logits, args.labels, kOp);
   of_rows(args.log_sums, args.logits, kOp, "log_sums");
   if (args.factors) of_rows(args.factors, args.logits, kOp, "factors");
-  check::dtype(args.dx, args.logits.dtype, kOp, "dx");
-  check::same_shape(args.dx, args.logits, kOp, "dx");
+  require(args.dx || args.codes, Kind::Value, kOp, "expected dx or codes, got neither");
+  if (args.dx) {
+    check::dtype(args.dx, args.logits.dtype, kOp, "dx");
+    check::same_shape(args.dx, args.logits, kOp, "dx");
+  }
+  if (args.codes)
+    check::quantized(args.codes, args.logits.rows(), args.logits.cols(), args.logits, kOp);
   if (args.logits.numel() == 0) return;
   on_device(
       args.logits, [&] { cpu::cross_entropy_backward(args); },

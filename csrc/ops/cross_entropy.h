@@ -3,11 +3,12 @@
 //   largest = max_j x[j];  total = sum_j exp(x[j] - largest);  picked = x[label] - largest;
 //   spread = sum_j (x[j] - largest)
 //   dx[j] = factor * (exp(x[j] - log_sum) - evenly - (1 - smoothing) * [j == label])
+//   codes: dx in FP8, rounded once, with a scale that is there
 //   A label counts from this tensor's first class. kElsewhere, or any other number that is none of
 //   them: picked is NaN. kIgnored: picked and dx are 0. Where largest is -Inf, 0 is subtracted.
 #pragma once
 
-#include "core/tensor_view.h"
+#include "core/quantized_view.h"
 
 namespace te {
 
@@ -27,7 +28,8 @@ struct CrossEntropyBackwardArgs {
   TensorView factors;   // [rows], fp32, of each row's gradient; absent: 1
   float smoothing = 0.0f;
   float evenly = 0.0f;  // smoothing / all ranks' classes
-  TensorView dx;        // shape and dtype of logits; may be logits itself
+  TensorView dx;  // shape and dtype of logits; may be logits itself, or absent where codes are
+  QuantizedView codes;  // of dx; may be absent
 };
 
 void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream);

@@ -3,6 +3,8 @@
 //   dbias[j] = sum over rows of x[:, j] in fp32, rounded once to the dtype of dbias.
 #pragma once
 
+#include <vector>
+
 #include "core/quantized_view.h"
 #include "ops/moments.h"
 
@@ -17,12 +19,16 @@ struct QuantizeArgs {
 };
 
 void quantize(const QuantizeArgs& args, Stream stream);
+// Several tensors in few launches: weights, say, whose launches take longer than their casts. They
+// are on one device, of one dtype and one format, and have neither dbias nor moments.
+void quantize_many(const std::vector<QuantizeArgs>& all, Stream stream);
 
 namespace cpu {
 void quantize(const QuantizeArgs& args);
 }
 namespace cuda {
 void quantize(const QuantizeArgs& args, Stream stream);
+void quantize_many(const std::vector<QuantizeArgs>& all, Stream stream);
 }  // namespace cuda
 
 }  // namespace te

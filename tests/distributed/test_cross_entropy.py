@@ -4,6 +4,8 @@ import torch
 from cross_entropy_ranks import problem, projection
 from torch.nn.functional import cross_entropy, linear
 
+IN_FP8 = 3  # which of the projections
+
 
 def test_ranks_find_what_one_would(outcomes) -> None:
     logits, target = problem()
@@ -29,7 +31,7 @@ def test_compiled_code_finds_the_same(outcomes) -> None:
 
 def test_projections_to_shared_classes(outcomes) -> None:
     """Each rank has the whole loss and gradient of hidden, and the gradient of its weight."""
-    for i, reduction in enumerate(("mean", "none", "mean")):  # the last one is compiled
+    for i, reduction in enumerate(("mean", "none", "mean", "mean")):  # the third is compiled
         target = problem()[1]
         hidden, weight = (x.double().requires_grad_() for x in projection())
         logits = linear(hidden, weight).flatten(0, 1)
@@ -39,7 +41,7 @@ def test_projections_to_shared_classes(outcomes) -> None:
         (losses * torch.arange(1.0, losses.numel() + 1).view_as(losses)).sum().backward()
         for rank, outcome in enumerate(outcomes):
             found = outcome["linear_losses_and_gradients"][i]
-            torch.testing.assert_close(found[0], losses.float())
-            torch.testing.assert_close(found[1], hidden.grad.float(), rtol=1e-4, atol=1e-5)
-            expected = weight.grad.chunk(2)[rank].float()
-            torch.testing.assert_close(found[2], expected, rtol=1e-4, atol=1e-5)
+            expected = (losses.detach(), hidden.grad, weight.grad.chunk(2)[rank])
+            for ours, theirs in zip(found, expected, strict=True):
+                bound = 0.1 if i == IN_FP8 else 1e-5
+                assert (ours.double() - theirs).norm() <= bound * theirs.norm()

@@ -1,15 +1,15 @@
 """What each rank of distributed/test_cross_entropy runs."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from rank_device import here
 
-from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
-from transformer_engine.pytorch.linear_cross_entropy import linear_cross_entropy
+from transformer_engine.pytorch.cross_entropy import linear_cross_entropy, parallel_cross_entropy
 
-CLASSES = 12  # of both ranks
+CLASSES = 32  # of both ranks
 
 
 def problem() -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +54,10 @@ def projection() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
-    """Of this rank's half of the weight: a mean and losses of single tokens, eager and compiled."""
+    """Of this rank's half of the weight: a mean and losses of single tokens, eager and compiled.
+
+    The last one is in FP8.
+    """
     group = dist.new_group([0, 1])
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     found = []
@@ -62,6 +65,7 @@ def linear_losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
         (linear_cross_entropy, "mean"),
         (linear_cross_entropy, "none"),
         (compiled, "mean"),
+        (partial(linear_cross_entropy, fp8=True), "mean"),
     ):
         hidden, weight = (x.to(here()) for x in projection())
         hidden.requires_grad_()

@@ -174,6 +174,11 @@ def _cross_entropy_back(d: Draw) -> tuple[Any, ...]:
     return x, _labels(d, *x.shape), d.positive(x.shape[0]), factors, 0.1, 0.01
 
 
+def _cross_entropy_codes(d: Draw) -> tuple[Any, ...]:
+    sides = (True, d.flag()) if d.flag() else (d.flag(), True)
+    return *_cross_entropy_back(d), d.positive(2), d.format, *sides, d.flag()
+
+
 def _dropout_add(d: Draw) -> tuple[Any, ...]:
     x = d.plain()
     p = d.one((0.0, 0.1, 0.9))
@@ -218,7 +223,8 @@ OPERATORS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
         float(d.positive()),
     ),
     "cross_entropy_forward": _cross_entropy,
-    "cross_entropy_backward": _cross_entropy_back,
+    "cross_entropy_backward_": _cross_entropy_back,
+    "cross_entropy_backward_codes": _cross_entropy_codes,
     "dropout_add_forward": _dropout_add,
     "dropout_add_backward": _dropout_back,
     "moments": lambda d: (d.plain(), torch.tensor(MOMENTS, dtype=torch.float64), None),

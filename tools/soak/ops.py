@@ -26,7 +26,7 @@ _SUMS = 4e-3
 _NORMS = ("norm_forward", "norm_backward")
 # Behind infinities inf or NaN, as terms that are nearly zero are rounded.
 _INFINITE = (*_NORMS, "activation_forward", "activation_backward")
-_WRITTEN = ("amax", "amax_history", "moments", "again")
+_WRITTEN = ("amax", "amax_history", "moments", "again", "logits")
 _CASTS = ("quantize", "quantize_blocks", "transpose")  # whose codes are the same bits
 _CODES_APART = 1.5e-2  # share of codes that may differ behind a transcendental function
 _SIGN = 0x80  # of a code; a zero that a sum has made has either

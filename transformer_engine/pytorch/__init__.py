@@ -38,7 +38,7 @@ from transformer_engine.pytorch.chain.user_buffers import (
     initialize_ub,
 )
 from transformer_engine.pytorch.convert.convert import ConversionReport, convert
-from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+from transformer_engine.pytorch.cross_entropy import linear_cross_entropy, parallel_cross_entropy
 from transformer_engine.pytorch.cuda_graphs.callables import make_graphed_callables
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export.onnx import onnx_export
@@ -54,7 +54,6 @@ from transformer_engine.pytorch.fp8.availability import (
 )
 from transformer_engine.pytorch.fp8.model_init import fp8_model_init, quantized_model_init
 from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
-from transformer_engine.pytorch.linear_cross_entropy import linear_cross_entropy
 from transformer_engine.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
 from transformer_engine.pytorch.module.glu_rows import (
     deinterleave_glu_tensor,

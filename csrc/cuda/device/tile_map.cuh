@@ -16,10 +16,12 @@
 //     __device__ float again(const float (&in)[kInputs]) const;  // if kAgain
 //   };
 //
+// A function that depends on the place has `at(row, col)` instead of an operator: the function of
+// eight neighbours from there on, which also takes the number of one among them. It has no moments.
+//
 // The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
 #pragma once
 
-#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/pack_io.cuh"
@@ -29,7 +31,6 @@
 #include "cuda/device/tile_moments.cuh"
 #include "cuda/device/tile_transpose.cuh"
 #include "cuda/device/vector.cuh"
-#include "cuda/launch.h"
 #include "cuda/policy/tile_map.h"
 
 namespace te::cuda {
@@ -79,6 +80,21 @@ struct MapResults {
   CodeBlock again;  // unused without `kAgain`
 };
 
+template <class Function>
+concept DependsOnPlace = requires(const Function& f) {
+  f.at(int64_t{}, int{});
+};
+
+template <class Function>
+__device__ __forceinline__ decltype(auto) function_at(const TileMap<Function>& map, TilePlace at,
+                                                      const TileBlock& block, int i) {
+  if constexpr (DependsOnPlace<Function>)
+    return map.function.at(int64_t{at.row} * kTile + min(block.row + i, block.rows - 1),
+                           at.col * kTile + block.col);
+  else
+    return (map.function);
+}
+
 template <bool kWide, class In>
 __device__ __forceinline__ Octet<In> read_octet(const In* matrix, const TileBlock& block, int i) {
   if constexpr (kWide) return load_octet(block.row_or_last(matrix, i, 8));
@@ -109,18 +125,23 @@ __device__ __forceinline__ void write_codes(uint8_t* to, uint2 codes, int count)
 
 // Row `i` of a thread's block: from the inputs to the plain result, the codes and the sums.
 template <bool kWide, class In, class Function, class Gathered>
-__device__ __forceinline__ void map_row(const TileMap<Function>& map, const TileBlock& block, int i,
-                                        float scale, const Octet<In> (&octets)[Function::kInputs],
+__device__ __forceinline__ void map_row(const TileMap<Function>& map, TilePlace at,
+                                        const TileBlock& block, int i, float scale,
+                                        const Octet<In> (&octets)[Function::kInputs],
                                         MapResults<Function::kOutputs>& results,
                                         Gathered& moments) {
   constexpr int kInputs = Function::kInputs, kOutputs = Function::kOutputs;
   float values[kOutputs][8];
+  const auto& function = function_at(map, at, block, i);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     float in[kInputs], out[kOutputs];
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) in[k] = octets[k][j];
-    map.function(in, out);
+    if constexpr (DependsOnPlace<Function>)
+      function(in, out, j);
+    else
+      function(in, out);
 #pragma unroll
     for (int k = 0; k < kOutputs; ++k) {
       values[k][j] = out[k];
@@ -203,7 +224,7 @@ __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlac
       scale = map.quantized.scale_used(at.row == 0 && at.col == 0 && threadIdx.x == 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      map_row<kWide>(map, block, first + i, scale, octets[i], results, moments);
+      map_row<kWide>(map, at, block, first + i, scale, octets[i], results, moments);
       if constexpr (Function::kAgain)
         again_row<kWide>(map, at, first + i, again_scale, octets[i], results.again);
     }
@@ -275,9 +296,9 @@ __device__ __forceinline__ void store_again(const TileMap<Function>& map, TilePl
   Codes(memory).template store<kTileThreads>(target_of(map.again.columnwise, map.rows, at, block));
 }
 
+// The work of a block.
 template <class In, class Function, bool kWide, bool kMoments>
-__global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, kMoments))
-    tile_map_kernel(const TileMap<Function> map) {
+__device__ __forceinline__ void map_tile(const TileMap<Function>& map, TilePlace at) {
   static_assert(!(Function::kCopies && Function::kAgain), "a copy is there already");
   constexpr int kOutputs = Function::kOutputs;
   constexpr int kWarps = kTileThreads / 32;
@@ -287,9 +308,6 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
   [[maybe_unused]] __shared__ alignas(16) TileColumnSums<kOutputs> sums;
   [[maybe_unused]] __shared__ TileMoments<kWarps> moments;
   __shared__ BlockAmax<kWarps> block_amax;
-  follow_previous_kernel();
-  const TilePlace at = map.walk.at(blockIdx.x, blockIdx.y);
-  if (!map.walk.has(at)) return;
   const TileBlock block(at, map.rows, map.cols, kOutputs * map.cols);
 
   MapResults<kOutputs> results;
@@ -333,61 +351,6 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
   if (map.quantized.amax) atomic_max(map.quantized.amax, amax);
   // Rounding keeps order: this is the amax of the values as rounded.
   if (map.current) map.current.finish(static_cast<float>(In(amax)), map.walk.rows * map.walk.cols);
-}
-
-// An empty matrix has scales all the same.
-static __global__ void empty_map_kernel(QuantizedSink quantized, CurrentScaleSink current) {
-  follow_previous_kernel();
-  if (quantized) quantized.scale_used(true);
-  if (current) current.finish(0.0f, 1);
-}
-
-template <class Function>
-bool can_go_wide(const TileMap<Function>& map) {
-  bool wide =
-      map.cols % 8 == 0 && is_aligned(map.plain, 16) && is_aligned(map.quantized.rowwise, 8);
-  for (const void* input : map.inputs) wide = wide && is_aligned(input, 16);
-  wide = wide && is_aligned(map.again.plain, 16);
-  return wide;
-}
-
-// Row lengths in bytes are 32-bit numbers in the kernel.
-inline int tile_map_cols(int64_t cols, std::string_view op) {
-  require(cols < (1 << 28), Kind::Unsupported, op, "expected fewer than 2^28 columns, got ", cols);
-  return static_cast<int>(cols);
-}
-
-// Whether the moments have been taken: else that is left to do.
-template <class Function>
-bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& moments,
-                     std::string_view op, cudaStream_t stream) {
-  map.walk = TileWalk(ceil_div(map.rows, kTile), ceil_div(map.cols, kTile), map.backwards);
-  require(tiles_can_walk(map.walk, map.cols), Kind::Unsupported, op,
-          "expected fewer than 2^26 rows, got ", map.rows);
-  const dim3 grid(static_cast<unsigned>(map.walk.grid_x()),
-                  static_cast<unsigned>(map.walk.grid_y()));
-  map.moments = tile_moments_sink_of(moments, int64_t{map.walk.rows} * map.walk.cols,
-                                     map.rows * map.cols * Function::kOutputs);
-  bool taken = false;
-  dispatch_high_precision(dtype, op, [&](auto tag) {
-    using In = typename decltype(tag)::type;
-    if (map.rows == 0 || map.cols == 0) {
-      launch_dependent(empty_map_kernel, 1, 1, 0, stream, map.quantized, map.current);
-      return;
-    }
-    dispatch_bool(can_go_wide(map), [&](auto wide) {
-      const auto launch = [&](auto takes) {
-        taken = takes();
-        launch_dependent(tile_map_kernel<In, Function, wide(), takes()>, grid, kTileThreads, 0,
-                         stream, map);
-      };
-      if constexpr (Function::kAgain)
-        launch(std::false_type{});  // which excludes moments
-      else
-        dispatch_moments<In, wide()>(static_cast<bool>(moments), launch);
-    });
-  });
-  return taken;
 }
 
 }  // namespace te::cuda

@@ -7,7 +7,6 @@ from rulers import assert_bitwise
 from transformer_engine.pytorch.kernels.cross_entropy import (
     ELSEWHERE,
     IGNORED,
-    cross_entropy_backward,
     cross_entropy_backward_,
     cross_entropy_forward,
 )
@@ -25,6 +24,13 @@ def problem(shape, dtype):
     labels[0] = IGNORED
     labels[-1] = ELSEWHERE
     return x, labels
+
+
+def backward(logits, *arguments):
+    """The gradients."""
+    dx = logits.clone()
+    cross_entropy_backward_(dx, *arguments)
+    return dx
 
 
 def reference(x, labels):
@@ -67,14 +73,10 @@ def test_backward(device, shape, dtype, scaled):
         SMOOTHING,
         share,
     )
-    logits = x.to(device)
-    dx = cross_entropy_backward(logits, *arguments)
-    assert dx.dtype == dtype and torch.equal(logits.cpu(), x)
+    dx = backward(x.to(device), *arguments)
     info = torch.finfo(dtype)
     bound = (exact.abs() + share) * (info.eps + 1e-5) + info.tiny * info.eps + 1e-9
     assert ((dx.cpu().double() - exact).abs() <= bound).all()
-    cross_entropy_backward_(logits, *arguments)
-    assert_bitwise(logits.cpu(), dx.cpu())
 
 
 @pytest.mark.parametrize("classes", [8, 40])
@@ -88,9 +90,7 @@ def test_logits_that_are_not_finite(device, classes):
     assert sums[:2, 2].tolist() == [-INFINITY, 0.0], "nothing to add up"
     assert sums[:3, 3].tolist() == [0.0, 1.0, 0.0]
     log_sums = torch.zeros(4)
-    dx = cross_entropy_backward(
-        x.to(device), labels.to(device), log_sums.to(device), None, 0.0, 0.0
-    )
+    dx = backward(x.to(device), labels.to(device), log_sums.to(device), None, 0.0, 0.0)
     assert dx[3].tolist() == [0.0] * classes
 
 
@@ -98,7 +98,7 @@ def test_ignored_rows_are_not_read(device):
     x = torch.full((2, 48), NAN)
     labels = torch.full((2,), IGNORED, dtype=torch.int32)
     arguments = (x.to(device), labels.to(device), torch.zeros(2, device=device), None, 0.1, 0.01)
-    assert not cross_entropy_backward(*arguments).any()
+    assert not backward(*arguments).any()
 
 
 def test_labels_that_are_no_classes(device):
@@ -111,7 +111,7 @@ def test_labels_that_are_no_classes(device):
 def test_no_rows(device):
     x, labels = torch.zeros(0, 16, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     assert cross_entropy_forward(x, labels).shape == (4, 0)
-    assert cross_entropy_backward(x, labels, x.new_zeros(0), None, 0.0, 0.0).shape == (0, 16)
+    assert backward(x, labels, x.new_zeros(0), None, 0.0, 0.0).shape == (0, 16)
 
 
 @pytest.mark.gpu

@@ -72,8 +72,10 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "amax": lambda: (plain(),),
     "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS), None, True),
     "count_amaxes": lambda: (plain(), plain(2, 1), [torch.ones(1)]),
-    "cross_entropy_backward": lambda: (plain(), labels(), plain(ROWS), plain(ROWS), 0.1, 0.01),
     "cross_entropy_backward_": lambda: (plain(), labels(), plain(ROWS), None, 0.1, 0.01),
+    "cross_entropy_backward_codes": lambda: (
+        *(plain(), labels(), plain(ROWS), None, 0.1, 0.01, PAIR, fp8.E5M2, True, True, False),
+    ),
     "cross_entropy_forward": lambda: (plain(), labels()),
     "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),
     "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0, torch.ones(3), None),
@@ -113,7 +115,9 @@ CASES: dict[str, Callable[[], Arguments]] = {
     ),
     "quantize": lambda: (plain(), fp8.E4M3, ONE, None, None, True, True, F32, *UNSEEN),
     "quantize_blocks": lambda: (plain(), BLOCKS, True, 0.0, True, True, F32, *UNSEEN),
-    "quantize_into": lambda: (plain(), fp8.E4M3, PAIR, codes()),
+    "quantize_many": lambda: (
+        *([plain()], [codes()], [codes(COLS, ROWS)], [plain(2)], [ONE], [], fp8.E4M3),
+    ),
     "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False, 4, 3),
     "scales_of_call": lambda: ([ONE, ONE], False, True, 2),
     "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),

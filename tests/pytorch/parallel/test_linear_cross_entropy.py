@@ -2,23 +2,19 @@
 
 import pytest
 import torch
+from projection_cases import projection
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.linear_cross_entropy import default_chunk, linear_cross_entropy
+from transformer_engine.pytorch.cross_entropy.linear import linear_cross_entropy
+from transformer_engine.pytorch.cross_entropy.logits_in_chunks import default_chunk
 
 TOKENS, FEATURES, CLASSES = 21, 16, 50
 
 
 def problem(device, dtype=torch.float32, shape=(3, 7)):
-    """Hidden, weight, bias, and targets some of which are ignored."""
-    torch.manual_seed(0)
-    sizes = ((*shape, FEATURES), (CLASSES, FEATURES), (CLASSES,))
-    leaves = [torch.randn(size).to(device, dtype).requires_grad_() for size in sizes]
-    target = torch.randint(CLASSES, shape, device=device)
-    target.view(-1)[::5] = -100
-    return (*leaves, target)
+    return projection(device, dtype, shape, CLASSES, FEATURES)
 
 
 def by_definition(hidden, weight, bias, target, upstream=None, **settings):

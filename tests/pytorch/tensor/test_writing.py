@@ -8,14 +8,36 @@ from transformer_engine.pytorch.tensor.writing import write
 
 
 def test_an_error_leaves_whole_weights(device: str) -> None:
-    """Those before it have codes and scales of their new values, those after it the old ones."""
+    """All of them have the codes and scales of their old values."""
     with te.fp8_model_init():
         weights = [te.Linear(32, 32, device=device).weight for _ in range(3)]
-    before = weights[2].dequantize()
+    before = [weight.dequantize() for weight in weights]
     values = 100 * torch.randn(32, 32, device=device)
-    version = weights[0]._data._version
     with pytest.raises(ValueError, match="expected values of shape"):
         write(weights, [values, values[1:], values])
-    assert weights[0]._data._version > version
-    torch.testing.assert_close(weights[0].dequantize(), values, rtol=0.07, atol=1.0)
-    assert torch.equal(weights[2].dequantize(), before)
+    for weight, old in zip(weights, before, strict=True):
+        assert torch.equal(weight.dequantize(), old)
+
+
+def test_written_together_as_alone(device: str) -> None:
+    """Weights of several sizes, values of several dtypes."""
+    sizes = [(32, 32), (64, 16), (16, 48)]
+    values = [torch.randn(size, device=device) for size in sizes]
+    values[1] = values[1].bfloat16()
+    found = []
+    for together in (True, False):
+        with te.fp8_model_init():
+            layers = [te.Linear(n, m, bias=False, device=device) for m, n in sizes]
+        weights = [layer.weight for layer in layers]
+        versions = [weight._data._version for weight in weights]
+        if together:
+            write(weights, values)
+        else:
+            for weight, value in zip(weights, values, strict=True):
+                write([weight], [value])
+        pairs = zip(weights, versions, strict=True)
+        assert all(weight._data._version > version for weight, version in pairs)
+        found.append([weight.dequantize() for weight in weights])
+    for ours, theirs, value in zip(*found, values, strict=True):
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, value.to(ours.dtype), rtol=0.07, atol=0.01)

@@ -193,6 +193,13 @@ class Stage:
         """The request for the gradient of the first result."""
         return None
 
+    def weight_request(self, plan: Any, weight: torch.Tensor) -> OperandRequest | None:
+        """The cast of its weight that `forward` would make; it gets a `CastWeight` instead.
+
+        None if it casts nothing, or if the cast is not to be made before.
+        """
+        return None
+
     def forward(
         self, inputs: Values, parameters: Parameters, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Saved]:

@@ -14,6 +14,7 @@ import torch
 from transformer_engine.pytorch.chain.chain import ChainStep
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, ResultRequest, Saved
+from transformer_engine.pytorch.chain.weight_casts import cast_weights
 from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.collectives import lent, release, waited
@@ -34,6 +35,7 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
     """
     steps, plans = plan.chain.steps, plan.stage_plans
     record: list[Saved] = []
+    cast = cast_weights(plan, values, start, stop)
     for i in range(start, stop):
         step = steps[i]
         inputs = [values[v] for v in step.inputs]
@@ -47,7 +49,9 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
             request = steps[reader].stage.request(plans[reader], inputs[0])
         if step.stage.draws:
             step.draw_seed(plans[i], values, step.parameters.stop - 1, inputs[0].device)
-        results, saved = step.stage.forward(inputs, values[step.parameters], plans[i], request)
+        parameters = cast.pop(i, None) or values[step.parameters]
+        results, saved = step.stage.forward(inputs, parameters, plans[i], request)
+        del parameters
         for v in step.last_reads:
             values[v] = None
         inputs.clear()

@@ -35,34 +35,6 @@ def cross_entropy_forward(
     return sums
 
 
-@library_op()
-def cross_entropy_backward(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    log_sums: torch.Tensor,
-    factors: torch.Tensor | None,
-    smoothing: float,
-    evenly: float,
-    *,
-    launch: bool = True,
-) -> torch.Tensor:
-    """Gradients of rows' losses by their logits, in their dtype; 0 in rows that are ignored.
-
-    Args:
-        logits: as in the forward.
-        labels: as in the forward.
-        log_sums: `[rows]`, fp32, the logarithm of the sum of all exponentials.
-        factors: `[rows]`, fp32, of each row's gradient.
-        smoothing: share of the target that is spread evenly.
-        evenly: that share of one class.
-        launch: False gives the shapes alone.
-    """
-    dx = torch.empty_like(logits)
-    if launch:
-        _C.cross_entropy_backward(logits, labels, log_sums, factors, smoothing, evenly, dx)
-    return dx
-
-
 @library_op(writes=("logits",))
 def cross_entropy_backward_(
     logits: torch.Tensor,
@@ -74,6 +46,52 @@ def cross_entropy_backward_(
     *,
     launch: bool = True,
 ) -> None:
-    """`cross_entropy_backward` in the memory of the logits."""
+    """Gradients of losses by logits, in the memory of these; 0 in rows that are ignored.
+
+    Args:
+        logits: as in the forward.
+        labels: as in the forward.
+        log_sums: `[rows]`, fp32, the logarithm of the sum of all exponentials.
+        factors: `[rows]`, fp32, of each row's gradient.
+        smoothing: share of the target that is spread evenly.
+        evenly: that share of one class.
+    """
     if launch:
         _C.cross_entropy_backward(logits, labels, log_sums, factors, smoothing, evenly, logits)
+
+
+@library_op(writes=("logits",))
+def cross_entropy_backward_codes(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_sums: torch.Tensor,
+    factors: torch.Tensor | None,
+    smoothing: float,
+    evenly: float,
+    scales: torch.Tensor,
+    format: int,
+    rowwise: bool,
+    columnwise: bool,
+    plain: bool,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of `cross_entropy_backward_` as FP8 codes, rounded once.
+
+    Args:
+        scales: fp32 `[2]` = {1/scale, scale}.
+        format: value of `DType` (5 = E4M3, 6 = E5M2).
+        rowwise: return codes `[rows, classes]`.
+        columnwise: return the transposed codes `[classes, rows]`.
+        plain: overwrite the logits with the gradients in their dtype.
+
+    Returns:
+        `(rowwise, columnwise)`, None where not asked for; one of them is.
+    """
+    codes = torch.empty_like(logits, dtype=torch.uint8) if rowwise else None
+    transposed = logits.new_empty(logits.shape[::-1], dtype=torch.uint8) if columnwise else None
+    if launch:
+        into = logits if plain else None
+        what = (logits, labels, log_sums, factors, smoothing, evenly, into)
+        _C.cross_entropy_backward(*what, codes, transposed, scales, format)
+    return codes, transposed

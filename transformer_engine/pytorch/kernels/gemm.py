@@ -88,25 +88,8 @@ def gemm(
     if bias is not None:
         bias = bias_for(dtype, bias, a_format)
     if launch:
-        if allow_tf32 is None:
-            allow_tf32 = a.dtype is not torch.float32 or allows_tf32()
-        arguments = (
-            d,
-            a,
-            b,
-            a_scales,
-            b_scales,
-            a_format,
-            b_format,
-            a_transposed,
-            b_transposed,
-            False,
-            fast_accumulation,
-            bias,
-            allow_tf32,
-        )
-        if not _C.gemm(*arguments):
-            _define(*arguments)
+        sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
+        _multiply(d, sides, False, fast_accumulation, bias, allow_tf32)
     return d
 
 
@@ -135,25 +118,24 @@ def gemm_into(
     if bias is not None:
         bias = bias_for(d.dtype, bias, a_format)
     if launch:
-        if allow_tf32 is None:
-            allow_tf32 = a.dtype is not torch.float32 or allows_tf32()
-        arguments = (
-            d,
-            a,
-            b,
-            a_scales,
-            b_scales,
-            a_format,
-            b_format,
-            a_transposed,
-            b_transposed,
-            accumulate,
-            fast_accumulation,
-            bias,
-            allow_tf32,
-        )
-        if not _C.gemm(*arguments):
-            _define(*arguments)
+        sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
+        _multiply(d, sides, accumulate, fast_accumulation, bias, allow_tf32)
+
+
+def _multiply(
+    d: torch.Tensor,
+    sides: Any,
+    accumulate: bool,
+    fast_accumulation: bool,
+    bias: torch.Tensor | None,
+    allow_tf32: bool | None,
+) -> None:
+    """The product of two sides, by the library or by the definition."""
+    if allow_tf32 is None:
+        allow_tf32 = sides[0].dtype is not torch.float32 or allows_tf32()
+    arguments: Any = (d, *sides, accumulate, fast_accumulation, bias, allow_tf32)
+    if not _C.gemm(*arguments):
+        _define(*arguments)
 
 
 def bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:

@@ -76,6 +76,8 @@ def composite_op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def _has_no_memory(first: Any) -> bool:
+    if type(first) is list:
+        first = first[0] if first else None
     return type(first) is FakeTensor or (isinstance(first, torch.Tensor) and first.is_meta)
 
 

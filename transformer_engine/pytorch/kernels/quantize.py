@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from transformer_engine import _C
@@ -63,17 +65,28 @@ def quantize(
     return codes, transposed, own_scales, bias_grad
 
 
-@library_op(writes=("codes",))
-def quantize_into(
-    x: torch.Tensor, format: int, scales: torch.Tensor, codes: torch.Tensor, *, launch: bool = True
+@library_op(writes=("rowwise", "columnwise", "pairs"))
+def quantize_many(
+    tensors: Sequence[torch.Tensor],
+    rowwise: Sequence[torch.Tensor],
+    columnwise: Sequence[torch.Tensor],
+    pairs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor],
+    format: int,
+    *,
+    launch: bool = True,
 ) -> None:
-    """Codes of `x` into memory that is there.
+    """`quantize` of several tensors in few launches, into memory that is there.
 
     Args:
-        x: fp32, fp16 or bf16, contiguous.
+        tensors: of one dtype, fp32, fp16 or bf16, on one device, contiguous.
+        rowwise: codes of their shapes, or none.
+        columnwise: transposed codes, or none; one of both is there.
+        pairs: fp32 `[2]` = {1/scale, scale}: written, but read where there are no `scales`.
+        scales: fp32 `[1]`, delayed scaling; or none.
+        amaxes: fp32 `[1]`, raised to the largest magnitudes; or none.
         format: value of `DType` (5 = E4M3, 6 = E5M2).
-        scales: fp32 `[2]` = {1/scale, scale}.
-        codes: uint8, of the shape of `x`, contiguous.
     """
     if launch:
-        _C.quantize(x, codes, None, scales, None, None, format, None, None, None)
+        _C.quantize_many(tensors, rowwise, columnwise, pairs, scales, amaxes, format)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.kernels.amax import amax
-from transformer_engine.pytorch.kernels.quantize import quantize_into
+from transformer_engine.pytorch.kernels.quantize import quantize_many
 from transformer_engine.pytorch.scale_layout import layout_of
 
 if TYPE_CHECKING:
@@ -103,12 +103,12 @@ def write(
         amaxes: fp32 `[1]`, largest magnitudes of the values where they are known, of tensors that
             `takes_amax`; or none.
     """
-    cast: list[tuple[QuantizedTensor, Sequence[torch.Tensor | None]]] = []
-    try:
-        for tensor, plain, largest in _scaled(tensors, values, amaxes or [None] * len(tensors)):
-            cast.append((tensor, _cast_scaled(tensor, plain, largest)))
-    finally:  # of an error, too: codes need their scale
-        overwrite(cast)
+    batches: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
+    for tensor, plain, largest in _scaled(tensors, values, amaxes or [None] * len(tensors)):
+        batch = batches.setdefault((tensor._format, plain.dtype, plain.device), [])
+        batch.append((tensor, plain, tensor._quantizer.scales_of(largest)))
+    for (format, *_), batch in batches.items():
+        _write_scaled(batch, format)
 
 
 def _scaled(
@@ -138,15 +138,15 @@ def _scaled(
             yield tensor, plain, largest
 
 
-def _cast_scaled(
-    tensor: Any, plain: torch.Tensor, largest: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast with the scale of the largest magnitude, into the memory of the codes if they lie so."""
-    scales = tensor._quantizer.scales_of(largest)
-    codes, _ = tensor.parts
-    made = codes if codes.is_contiguous() else torch.empty_like(plain, dtype=torch.uint8)
-    quantize_into(plain, tensor._format, scales, made)
-    return made, scales
+def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]], format: int) -> None:
+    """Cast values with scales into tensors: into the memory of their codes, if that is in order."""
+    made = []
+    for tensor, plain, _ in batch:
+        codes, _ = tensor.parts
+        made.append(codes if codes.is_contiguous() else torch.empty_like(plain, dtype=torch.uint8))
+    tensors, values, scales = map(list, zip(*batch, strict=True))
+    quantize_many(values, made, [], scales, [], [], format)
+    overwrite(list(zip(tensors, zip(made, scales, strict=True), strict=True)))
 
 
 def overwrite(

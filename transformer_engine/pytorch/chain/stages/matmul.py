@@ -36,6 +36,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
     shape_of,
     tensors_of,
 )
+from transformer_engine.pytorch.chain.weight_casts import unpacked
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
@@ -170,6 +171,11 @@ class Matmul(Stage):
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
         return plan.grad_request if _fuses(plan.grad_request, plan, grad) else None
 
+    def weight_request(self, plan: MatmulPlan, weight: torch.Tensor) -> OperandRequest | None:
+        """Where every call casts the weight to FP8."""
+        every_call = plan.first_microbatch is None and not plan.fp8_weight
+        return plan.weight_request if plan.fp8 and every_call and not plan.compiling else None
+
     def forward(
         self,
         inputs: Values,
@@ -179,8 +185,8 @@ class Matmul(Stage):
     ) -> tuple[Results, Saved]:
         """The product."""
         (x,) = inputs
-        weight, bias = (*parameters, None)[:2]
-        assert weight is not None
+        weight, made = unpacked(parameters[0])
+        bias = (*parameters, None)[1]
         parts = x.parts(keep=False) if isinstance(x, Pending) else None
         operands, padding = Operands(None, None), 0
         if parts is None:
@@ -190,7 +196,7 @@ class Matmul(Stage):
             own = own_matrix(weight)
             w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
         else:
-            w = self._weight_operands(weight, plan)
+            w = self._weight_operands(weight, plan) if made is None else made
 
         def multiply(rows: Side, out: torch.Tensor | None) -> torch.Tensor:
             fast = plan.fast_accumulation[0]

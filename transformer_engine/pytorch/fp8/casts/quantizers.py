@@ -48,8 +48,8 @@ class Quantizer:
         rounds_once: a fused kernel rounds from fp32 to FP8; otherwise it rounds to the dtype of
             activations first.
         recasts_alike: casting the same values again in backward gives the same codes.
-        casts_columns_later: the column-wise side can be made from the values alone, at any time,
-            with the one scale of the row-wise side.
+        casts_columns_later: the column-wise side can be made from the values alone, at any time.
+        casts_many: it has `cast_many(tensors, requests)`, which casts several in few launches.
         replaces: `process_gemm_output` may return another tensor than its argument.
         shard_rows: the rows of a shard must be a multiple of this, see `of_shards`.
         public_class: the documented quantizer that does the same; it has a method `of`.
@@ -62,6 +62,7 @@ class Quantizer:
     rounds_once = False
     recasts_alike = True
     casts_columns_later = False
+    casts_many = False
     replaces = True
     native = False
     public_class: ClassVar[Any] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from transformer_engine.pytorch.fp8.casts.quantizers import (
 )
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
+from transformer_engine.pytorch.kernels.quantize import quantize_many
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
     rounds_once = True
     recasts_alike = False
     casts_columns_later = True
+    casts_many = True
     shard_rows = 1
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor | None, format: int) -> None:
@@ -63,6 +66,31 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast with the stored scale, in one pass."""
         return self.cast_with(x, request, self.scale, self.amax)
+
+    @classmethod
+    def cast_many(
+        cls, tensors: list[torch.Tensor], requests: Sequence[OperandRequest]
+    ) -> list[Operands]:
+        """Cast tensors of one dtype for equal sides of one format, all with an amax or none."""
+        quantizers: list[Any] = [request.quantizer for request in requests]
+        pairs = [x.new_empty(2, dtype=torch.float32) for x in tensors]
+        codes: list[Any] = [None] * len(tensors)
+        transposed = [*codes]
+        if requests[0].rowwise:
+            codes = [torch.empty_like(x, dtype=torch.uint8) for x in tensors]
+        if requests[0].columnwise:
+            transposed = [x.new_empty(x.shape[::-1], dtype=torch.uint8) for x in tensors]
+        quantize_many(
+            tensors,
+            [x for x in codes if x is not None],
+            [x for x in transposed if x is not None],
+            pairs,
+            [quantizer.scale for quantizer in quantizers],
+            [quantizer.amax for quantizer in quantizers if quantizer.amax is not None],
+            quantizers[0].format,
+        )
+        made = zip(quantizers, codes, transposed, pairs, strict=True)
+        return [quantizer.pack(*parts) for quantizer, *parts in made]
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """The whole cast."""

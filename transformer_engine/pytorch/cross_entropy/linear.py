@@ -1,38 +1,36 @@
 """Cross entropy of a projection to a vocabulary, whose logits are never in memory all at once.
 
-Chunks of tokens run one after the other: their logits become losses and then, in the same memory,
-the gradient of those, which is multiplied at once into the gradients of `hidden` and `weight`. A
-mean or a sum has one gradient for all tokens, which the backward knows and which scales these
-products in the end; so the forward makes them. Losses of single tokens have gradients of their own,
-which have to be there before products sum over tokens; so the backward makes the logits again.
+`logits_in_chunks.py` makes losses and gradients. A mean or a sum has one gradient for all tokens,
+which the backward knows and which scales the gradients in the end; so the forward makes them.
+Losses of single tokens have gradients of their own, which have to be there before products sum over
+tokens; so the backward makes the logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from transformer_engine.pytorch._torch_private import not_differentiable
 from transformer_engine.pytorch.chain.gemm import WgradTarget, main_grad_target
-from transformer_engine.pytorch.cross_entropy import (
+from transformer_engine.pytorch.cross_entropy.logits_in_chunks import (
+    Gradients,
+    Problem,
+    default_chunk,
+    run,
+)
+from transformer_engine.pytorch.cross_entropy.parallel import (
     Rules,
     check_target,
     check_tensors,
     counted,
-    evenly,
     group_of_several,
-    labels_of,
-    log_sums,
-    losses_of,
-    sums_of,
 )
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.cast import cast
-from transformer_engine.pytorch.kernels.cross_entropy import cross_entropy_backward_
-from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
 from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -40,8 +38,7 @@ __all__ = ["linear_cross_entropy"]
 
 _OP = "linear_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_BYTES = 2**28  # of logits: products of more tokens are no faster
-_CHUNK_MULTIPLE = 128  # tokens: whole tiles of a product
+_FP8_MULTIPLE = 16  # of the sizes of a product
 
 
 def linear_cross_entropy(
@@ -55,6 +52,7 @@ def linear_cross_entropy(
     dist_process_group: Any = None,
     chunk_tokens: int | None = None,
     fuse_wgrad_accumulation: bool = False,
+    fp8: bool = False,
 ) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without the logits of all tokens.
 
@@ -76,14 +74,17 @@ def linear_cross_entropy(
             gradient they sum; None is this rank alone.
         chunk_tokens: how many tokens have logits at a time; None is as many as 256 MiB hold.
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
+        fp8: multiply in FP8, whatever scope of `fp8_autocast` the call is in: `hidden` and `weight`
+            in E4M3 with current scaling, gradients of logits in E5M2. Results keep their dtypes.
 
     Returns:
         fp32: one number, or `[...]` with `reduction="none"`. The mean of no tokens is 0. On a GPU,
         where nobody waits to look at targets, the loss of a target that is no class is NaN.
 
     Raises:
-        ValueError: shapes that do not fit; an unknown reduction; no `weight.main_grad` where it is
-            asked for; on a CPU in eager mode, targets that are no classes.
+        ValueError: shapes that do not fit; in FP8, features or classes that are no multiples of 16;
+            an unknown reduction; no `weight.main_grad` where it is asked for; on a CPU in eager
+            mode, targets that are no classes.
         TypeError: other dtypes; a weight in FP8; a group that is none.
         RuntimeError: gradients of gradients.
 
@@ -102,22 +103,23 @@ def linear_cross_entropy(
     hidden, weight = in_autocast_dtype(hidden), in_autocast_dtype(weight)
     bias = None if bias is None else in_autocast_dtype(bias).contiguous()
     _check(hidden, weight, bias, target)
-    _check_settings(reduction, chunk_tokens)
+    _check_settings(reduction, chunk_tokens, fp8)
     rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
     check_target(_OP, target, weight.shape[0], rules)
-    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0], rows.itemsize)
+    if fp8:
+        _check_fp8_sizes(weight)
+        chunk += -chunk % _FP8_MULTIPLE
+        padding = -rows.shape[0] % _FP8_MULTIPLE
+        if padding:
+            rows = pad(rows, (0, 0, 0, padding))
+            labels = pad(labels, (0, padding), value=ignore_index)
     losses: torch.Tensor = _LinearCrossEntropy.apply(
-        *(rows, weight.contiguous(), bias, target.reshape(-1), into.main_grad),
-        *(rules, reduction, chunk, wants_grad, into),
+        *(rows.contiguous(), weight.contiguous(), bias, labels, into.main_grad),
+        *(rules, reduction, (chunk, fp8), wants_grad, into),
     )
-    return losses.view(target.shape) if reduction == "none" else losses
-
-
-def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
-    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 256 MiB much."""
-    parts = max(1, -(-itemsize * tokens * classes // _CHUNK_BYTES))
-    return -(-tokens // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
+    return losses[: target.numel()].view(target.shape) if reduction == "none" else losses
 
 
 def _check_weight(weight: torch.Tensor) -> None:
@@ -147,7 +149,17 @@ def _check(
         )
 
 
-def _check_settings(reduction: str, chunk_tokens: Any) -> None:
+def _check_fp8_sizes(weight: torch.Tensor) -> None:
+    if any(size % _FP8_MULTIPLE for size in weight.shape):
+        raise ValueError(
+            f"[{_OP}] expected classes and features in multiples of {_FP8_MULTIPLE} with fp8=True, "
+            f"got a weight {tuple(weight.shape)}"
+        )
+
+
+def _check_settings(reduction: str, chunk_tokens: Any, fp8: Any) -> None:
+    if not isinstance(fp8, bool):
+        raise TypeError(f"[{_OP}] expected fp8 to be a bool, got {type(fp8).__name__}")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"[{_OP}] expected reduction in {_REDUCTIONS}, got {reduction!r}")
     if chunk_tokens is None:
@@ -157,77 +169,6 @@ def _check_settings(reduction: str, chunk_tokens: Any) -> None:
         raise TypeError(f"[{_OP}] expected chunk_tokens to be an int, got {name}")
     if chunk_tokens < 1:
         raise ValueError(f"[{_OP}] expected chunk_tokens above 0, got {chunk_tokens}")
-
-
-class _Problem(NamedTuple):
-    """What losses are of."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    target: torch.Tensor
-    rules: Rules
-    chunk: int
-
-
-class _Gradients(NamedTuple):
-    """Of the sum of losses: by `hidden` in its dtype, by `weight` and `bias` in fp32.
-
-    None is one that nobody wants.
-    """
-
-    hidden: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-
-    @classmethod
-    def wanted(cls, problem: _Problem, wanted: Sequence[bool]) -> _Gradients:
-        """Room for those that are wanted; `add` fills it, chunk by chunk."""
-        fp32, hidden = torch.float32, problem.hidden
-        return cls(
-            torch.empty_like(hidden) if wanted[0] else None,
-            hidden.new_empty(problem.weight.shape, dtype=fp32) if wanted[1] else None,
-            hidden.new_zeros(problem.weight.shape[0], dtype=fp32) if wanted[2] else None,
-        )
-
-    def add(self, problem: _Problem, tokens: slice, logits: torch.Tensor) -> None:
-        """What these tokens add, of the gradient by their logits."""
-        if self.bias is not None:
-            self.bias.add_(logits.sum(0, dtype=torch.float32))
-        if self.hidden is not None:
-            into, weight = self.hidden[tokens], problem.weight
-            gemm_into(into, logits, weight, b_transposed=True, accumulate=False)
-        if self.weight is not None:
-            rows = problem.hidden[tokens]
-            further = tokens.start > 0
-            gemm_into(
-                self.weight, logits, rows, a_transposed=True, b_transposed=True, accumulate=further
-            )
-
-
-def _run(
-    problem: _Problem, wanted: Sequence[bool], factors: torch.Tensor | None
-) -> tuple[torch.Tensor, _Gradients]:
-    """Losses `[tokens]`, and gradients of their sum, or of the sum of their products with factors.
-
-    The gradient of `hidden` is that of this rank's classes alone.
-    """
-    hidden, weight, bias, target, rules, chunk = problem
-    size = weight.shape[0]
-    labels = labels_of(target, size, rules)
-    gradients, all_sums = _Gradients.wanted(problem, wanted), []
-    for begin in range(0, max(1, hidden.shape[0]), chunk):
-        tokens = slice(begin, begin + chunk)
-        logits = gemm(hidden[tokens], weight, hidden.dtype, bias=bias)
-        sums = sums_of(logits, labels[tokens], rules)
-        all_sums.append(sums)
-        if any(wanted):
-            how = (None if factors is None else factors[tokens], rules.smoothing)
-            cross_entropy_backward_(
-                *(logits, labels[tokens], log_sums(sums)), *how, evenly(size, rules)
-            )
-            gradients.add(problem, tokens, logits)
-    return losses_of(torch.cat(all_sums, 1), labels, size, rules), gradients
 
 
 def _scaled(x: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -248,15 +189,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         *how: Any,
     ) -> torch.Tensor:
-        rules, reduction, chunk, wants_grad, into = how
-        problem = _Problem(hidden, weight, bias, target, rules, chunk)
+        rules, reduction, products, wants_grad, into = how
+        problem = Problem(hidden, weight, bias, target, rules, *products)
         ctx.main_grad = main_grad  # not saved: other backwards may write it before this one
         wanted = [wants_grad and wants for wants in ctx.needs_input_grad[:3]]
-        ctx.how, ctx.dtypes = (rules, reduction, chunk, wanted, into), (hidden.dtype, weight.dtype)
+        ctx.how = rules, reduction, products, wanted, into
+        ctx.dtypes = hidden.dtype, weight.dtype
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, target)
-            return _run(problem, (False, False, False), None)[0]
-        losses, gradients = _run(problem, wanted, None)
+            return run(problem, (False, False, False), None)[0]
+        losses, gradients = run(problem, wanted, None)
         total, divisor = losses.sum(), losses.new_ones(())
         if reduction == "mean":
             divisor = counted(target, rules.ignored).float()
@@ -274,16 +216,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Gradients of what came in."""
-    rules, reduction, chunk, wanted, into = ctx.how
+    rules, reduction, products, wanted, into = ctx.how
     saved, main_grad = ctx.saved_tensors, ctx.main_grad
     if reduction == "none":
         hidden, weight, bias, target = saved
-        problem = _Problem(hidden, weight, bias, target, rules, chunk)
-        gradients = _run(problem, wanted, grad.contiguous())[1]
+        problem = Problem(hidden, weight, bias, target, rules, *products)
+        gradients = run(problem, wanted, grad.contiguous())[1]
         factor = grad.new_ones(())
     else:
         *found, divisor = saved
-        gradients, factor = _Gradients(*found), grad / divisor
+        gradients, factor = Gradients(*found), grad / divisor
     hidden_dtype, dtype = ctx.dtypes
     by_hidden = _scaled(gradients.hidden, factor, hidden_dtype)
     if by_hidden is not None and rules.group is not None:

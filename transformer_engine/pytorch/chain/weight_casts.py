@@ -1,0 +1,64 @@
+"""Casts the weights of several stages at once, before the first of them runs.
+
+A launch takes longer than the cast of a small weight. The casts are those that the stages would
+make; their codes live a little longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operands
+
+
+class CastWeight(NamedTuple):
+    """What a stage gets in place of its weight."""
+
+    weight: torch.Tensor
+    operands: Operands
+
+
+def unpacked(weight: Any) -> tuple[torch.Tensor, Operands | None]:
+    """A weight, and what it has been cast to."""
+    return weight if type(weight) is CastWeight else (weight, None)
+
+
+def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> dict[int, list[Any]]:
+    """The parameters of steps whose weights have been cast, by the number of the step.
+
+    Args:
+        plan: of the call.
+        values: of the chain, parameters included.
+        start: the first step.
+        stop: the step behind the last one.
+    """
+    batches: dict[Hashable, list[tuple[int, OperandRequest]]] = {}
+    steps, plans = plan.chain.steps, plan.stage_plans
+    for i in range(start, stop):
+        if steps[i].stage.multiplies:
+            weight = values[steps[i].parameters.start]
+            request = steps[i].stage.weight_request(plans[i], weight)
+            if request is not None and request.quantizer.casts_many:
+                batches.setdefault(_key(weight, request), []).append((i, request))
+    found = {}
+    for batch in batches.values():
+        if len(batch) > 1:
+            parameters = [values[steps[i].parameters] for i, _ in batch]
+            weights, requests = [own[0] for own in parameters], [request for _, request in batch]
+            quantizer: Any = requests[0].quantizer
+            cast = quantizer.cast_many(weights, requests)
+            for (i, _), own, operands in zip(batch, parameters, cast, strict=True):
+                found[i] = [CastWeight(own[0], operands), *own[1:]]
+    return found
+
+
+def _key(weight: torch.Tensor, request: OperandRequest) -> Hashable:
+    """Casts of one batch differ in nothing of this."""
+    quantizer, sides = request.quantizer, (request.rowwise, request.columnwise)
+    # A quantizer of an evaluation has a scale, but no amax.
+    persistent = len(quantizer.persistent_tensors())
+    return type(quantizer), quantizer.format, weight.dtype, sides, persistent
