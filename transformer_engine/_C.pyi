@@ -151,6 +151,13 @@ def cross_entropy_forward(
     logits: Tensor | None, labels: Tensor | None, sums: Tensor | None
 ) -> None: ...
 def cuda_device_count() -> int: ...
+def current_scales_many(
+    tensors: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
+    format: int,
+    power_of_2: bool,
+    epsilon: float,
+) -> None: ...
 def delayed_scaling_update(
     table: Tensor | None,
     reduced: Tensor | None,

@@ -1,4 +1,6 @@
 // Bindings of the ops that find scales: amax, scale_from_amax, delayed_scaling_update, gather_amax.
+#include <pybind11/stl.h>
+
 #include "bindings/bindings.h"
 #include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
@@ -9,17 +11,35 @@
 namespace te::bindings {
 namespace {
 
+AmaxArgs amax_args(const TensorView& x, const TensorView& result, const TensorView& scales,
+                   int format, bool power_of_2, float epsilon, Stream stream, size_t number = 0) {
+  return {.x = x,
+          .scale = {.dtype = static_cast<DType>(format),
+                    .scales = scales,
+                    .amax = result,
+                    .scratch = amax_scratch(x.device, stream, number),
+                    .epsilon = epsilon,
+                    .power_of_2 = power_of_2}};
+}
+
 void amax_into(const TensorView& x, const TensorView& result, const TensorView& scales, int format,
                bool power_of_2, float epsilon) {
   const Stream stream = bridge::current_stream(x.device);
-  amax({.x = x,
-        .scale = {.dtype = static_cast<DType>(format),
-                  .scales = scales,
-                  .amax = result,
-                  .scratch = amax_scratch(x.device, stream),
-                  .epsilon = epsilon,
-                  .power_of_2 = power_of_2}},
-       stream);
+  const AmaxArgs args = amax_args(x, result, scales, format, power_of_2, epsilon, stream);
+  amax({&args, 1}, stream);
+}
+
+void current_scales_many(const std::vector<TensorView>& tensors,
+                         const std::vector<TensorView>& scales, int format, bool power_of_2,
+                         float epsilon) {
+  require(!tensors.empty() && scales.size() == tensors.size(), Kind::Value, "current_scales_many",
+          "expected tensors and as many scales, got ", tensors.size(), " and ", scales.size());
+  const Stream stream = bridge::current_stream(tensors.front().device);
+  std::vector<AmaxArgs> all;
+  for (const TensorView& x : tensors)
+    all.push_back(
+        amax_args(x, {}, scales[all.size()], format, power_of_2, epsilon, stream, all.size()));
+  amax(all, stream);
 }
 
 void scale_from_amax_into(const TensorView& amax, const TensorView& scales, int format,
@@ -64,6 +84,8 @@ void bind_scaling(pybind11::module_& m) {
   using pybind11::none;
   m.def("amax", recordable<&amax_into>, arg("x"), arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
+  m.def("current_scales_many", recordable<&current_scales_many>, arg("tensors"), arg("scales"),
+        arg("format"), arg("power_of_2"), arg("epsilon"));
   m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"),
         arg("format"), arg("power_of_2"), arg("epsilon"));
   m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),

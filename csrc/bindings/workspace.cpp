@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/tensor_bridge.h"
+#include "ops/amax.h"
 #include "ops/column_sum.h"
 #include "ops/moments.h"
 
@@ -95,14 +96,16 @@ py::object large_scratch(Device device, int64_t bytes) {
   return table().empty(bytes, device.index);
 }
 
-TensorView amax_scratch(Device device, Stream stream) {
+TensorView amax_scratch(Device device, Stream stream, size_t number) {
   constexpr int64_t kCount = 2;
   static int32_t on_cpu[kCount] = {};  // checked like any other scratch, and never written
   TensorView view{.data = on_cpu, .dtype = DType::Int32, .device = device, .rank = 1};
   view.sizes[0] = kCount;
   view.strides[0] = 1;
-  if (device.type != DeviceType::CPU)
-    view.data = buffer(Purpose::Amax, device, stream, kCount * 4).data;
+  if (device.type != DeviceType::CPU) {
+    const TensorView all = buffer(Purpose::Amax, device, stream, kAmaxesAtOnce * kCount * 4);
+    view.data = all.ptr<int32_t>() + number % kAmaxesAtOnce * kCount;
+  }
   return view;
 }
 

@@ -53,8 +53,9 @@ class RecordingScratch {
 // A tensor of that many bytes, for one call that needs more.
 pybind11::object large_scratch(Device device, int64_t bytes);
 
-// int32 [2], all zero: kernels that find an amax leave it zero again.
-TensorView amax_scratch(Device device, Stream stream);
+// int32 [2], all zero: kernels that find an amax leave it zero again. Tensors of one launch have
+// different numbers.
+TensorView amax_scratch(Device device, Stream stream, size_t number = 0);
 
 void bind_workspace(pybind11::module_& m);
 

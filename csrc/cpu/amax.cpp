@@ -17,9 +17,7 @@ void write_scales(const CurrentScale& rule, float amax) {
   rule.scales.ptr<float>()[1] = scale;
 }
 
-}  // namespace
-
-void amax(const AmaxArgs& args) {
+void amax_of(const AmaxArgs& args) {
   const float amax = dispatch_high_precision(args.x.dtype, "amax", [&](auto in) {
     using In = typename decltype(in)::type;
     const In* x = args.x.ptr<In>();
@@ -32,6 +30,12 @@ void amax(const AmaxArgs& args) {
   });
   if (args.scale.amax) *args.scale.amax.ptr<float>() = amax;
   if (args.scale) write_scales(args.scale, amax);
+}
+
+}  // namespace
+
+void amax(std::span<const AmaxArgs> all) {
+  for (const AmaxArgs& args : all) amax_of(args);
 }
 
 void scale_from_amax(const ScaleFromAmaxArgs& args) {

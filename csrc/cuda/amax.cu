@@ -1,11 +1,12 @@
-// One pass over the tensor by a grid that fills the chip once; the last block to finish writes the
-// scale. The lines stay in L2 for the cast that follows.
+// One pass over each tensor by blocks that fill the chip once; the last of its blocks to finish
+// writes the scale. The lines stay in L2 for the cast that follows.
 #include "ops/amax.h"
 
 #include <algorithm>
 
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/tensor_batch.cuh"
 #include "cuda/device/vector.cuh"
 
 namespace te::cuda {
@@ -15,13 +16,16 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
 constexpr int kInFlight = 4;  // octets that a thread loads before it uses the first
 
-template <class In>
-struct AmaxStream {
-  const In* x;
+struct Values {
+  const void* x;
   int64_t count;
   int64_t octets;  // that are read whole; 0 where memory is not aligned for it
+  unsigned blocks;
   CurrentScaleSink sink;
 };
+
+using Batch = TensorBatch<Values, kAmaxesAtOnce>;
+static_assert(sizeof(Batch) <= 4096);  // arguments of a kernel
 
 template <class In>
 __device__ __forceinline__ float amax_of(const Octet<In>& x, float amax) {
@@ -32,26 +36,29 @@ __device__ __forceinline__ float amax_of(const Octet<In>& x, float amax) {
 
 template <class In>
 __global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksPerMultiprocessor, 6, kThreads))
-    amax_kernel(const AmaxStream<In> args) {
+    amax_kernel(const __grid_constant__ Batch batch) {
   follow_previous_kernel();
   __shared__ BlockAmax<kThreads / 32> block_amax;
-  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  const int index = batch.tensor_of(blockIdx.x);
+  const Values& args = batch.tensors[index];
+  const auto* values = static_cast<const In*>(args.x);
+  const int64_t thread = int64_t{blockIdx.x - batch.first_block[index]} * kThreads + threadIdx.x;
+  const int64_t stride = int64_t{args.blocks} * kThreads;
   float amax = 0.0f;
   int64_t octet = thread;
   for (; octet + (kInFlight - 1) * stride < args.octets; octet += kInFlight * stride) {
     Octet<In> x[kInFlight];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) x[k] = load_octet(args.x + 8 * (octet + k * stride));
+    for (int k = 0; k < kInFlight; ++k) x[k] = load_octet(values + 8 * (octet + k * stride));
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) amax = amax_of(x[k], amax);
   }
-  for (; octet < args.octets; octet += stride) amax = amax_of(load_octet(args.x + 8 * octet), amax);
+  for (; octet < args.octets; octet += stride) amax = amax_of(load_octet(values + 8 * octet), amax);
   for (int64_t i = 8 * args.octets + thread; i < args.count; i += stride)
-    amax = fmaxf(amax, fabsf(static_cast<float>(args.x[i])));
+    amax = fmaxf(amax, fabsf(static_cast<float>(values[i])));
   block_amax.leave(amax);
   __syncthreads();
-  if (threadIdx.x == 0) args.sink.finish(block_amax.total(), gridDim.x);
+  if (threadIdx.x == 0) args.sink.finish(block_amax.total(), args.blocks);
 }
 
 __global__ void scale_kernel(const float* amax, CurrentScaleSink sink) {
@@ -61,18 +68,28 @@ __global__ void scale_kernel(const float* amax, CurrentScaleSink sink) {
 
 }  // namespace
 
-void amax(const AmaxArgs& args, Stream stream) {
-  const DeviceGuard guard(args.x.device);
-  const int64_t count = args.x.numel();
-  const int64_t octets = is_aligned(args.x.data, 16) ? count / 8 : 0;
-  const int64_t wanted = ceil_div(count, int64_t{8} * kThreads);
-  const int64_t most = int64_t{multiprocessors(args.x.device)} * kBlocksPerMultiprocessor;
-  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, most));
-  dispatch_high_precision(args.x.dtype, "amax", [&](auto in) {
-    using In = typename decltype(in)::type;
-    launch_dependent(amax_kernel<In>, blocks, kThreads, 0, stream_of(stream),
-                     AmaxStream<In>{args.x.ptr<In>(), count, octets, sink_of(args.scale)});
-  });
+void amax(std::span<const AmaxArgs> all, Stream stream) {
+  const TensorView& like = all.front().x;
+  const DeviceGuard guard(like.device);
+  const int64_t most = int64_t{multiprocessors(like.device)} * kBlocksPerMultiprocessor;
+  Batch batch;
+  const auto launch = [&] {
+    if (batch.size == 0) return;
+    dispatch_high_precision(like.dtype, "amax", [&](auto in) {
+      using In = typename decltype(in)::type;
+      launch_dependent(amax_kernel<In>, batch.blocks, kThreads, 0, stream_of(stream), batch);
+    });
+    batch.clear();
+  };
+  for (const AmaxArgs& args : all) {
+    const int64_t count = args.x.numel();
+    const int64_t octets = is_aligned(args.x.data, 16) ? count / 8 : 0;
+    const int64_t wanted = ceil_div(count, int64_t{8} * kThreads);
+    const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, most));
+    batch.add({args.x.data, count, octets, blocks, sink_of(args.scale)}, blocks);
+    if (batch.is_full()) launch();
+  }
+  launch();
 }
 
 void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {

@@ -73,7 +73,7 @@ void quantize_many(const std::vector<QuantizeArgs>&, Stream) { absent("quantize_
 void quantize_blocks(const QuantizeBlocksArgs&, Stream) { absent("quantize_blocks"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }
-void amax(const AmaxArgs&, Stream) { absent("amax"); }
+void amax(std::span<const AmaxArgs>, Stream) { absent("amax"); }
 void scale_from_amax(const ScaleFromAmaxArgs&, Stream) { absent("scale_from_amax"); }
 void moments(const MomentsArgs&, Stream) { absent("moments"); }
 void cast_moments(const CastMomentsArgs&, Stream) { absent("cast_moments"); }

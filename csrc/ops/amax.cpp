@@ -18,23 +18,31 @@ void check_one(const TensorView& t, const TensorView& like, const char* op, cons
   check::same_device(t, like, op, name);
 }
 
+void check_tensor(const AmaxArgs& args, const TensorView& like, const char* op) {
+  const TensorView& x = args.x;
+  check::high_precision(x, op, "x");
+  check::contiguous(x, op, "x");
+  check::dtype(x, like.dtype, op, "x");
+  check::same_device(x, like, op, "x");
+  if (args.scale) {
+    check_rule(args.scale, op);
+    check::current_scale(args.scale, x, op);
+  } else {
+    check_one(args.scale.amax, x, op, "amax");
+    check::vector(args.scale.scratch, 2, DType::Int32, op, "the amax scratch");
+    check::same_device(args.scale.scratch, x, op, "the amax scratch");
+  }
+}
+
 }  // namespace
 
-void amax(const AmaxArgs& args, Stream stream) {
+void amax(std::span<const AmaxArgs> all, Stream stream) {
   constexpr const char* kOp = "amax";
-  const TensorView& x = args.x;
-  check::high_precision(x, kOp, "x");
-  check::contiguous(x, kOp, "x");
-  if (args.scale) {
-    check_rule(args.scale, kOp);
-    check::current_scale(args.scale, x, kOp);
-  } else {
-    check_one(args.scale.amax, x, kOp, "amax");
-    check::vector(args.scale.scratch, 2, DType::Int32, kOp, "the amax scratch");
-    check::same_device(args.scale.scratch, x, kOp, "the amax scratch");
-  }
+  require(!all.empty(), Kind::Value, kOp, "expected tensors, got none");
+  const TensorView& first = all.front().x;
+  for (const AmaxArgs& args : all) check_tensor(args, first, kOp);
   on_device(
-      x, [&] { cpu::amax(args); }, [&] { cuda::amax(args, stream); });
+      first, [&] { cpu::amax(all); }, [&] { cuda::amax(all, stream); });
 }
 
 void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {

@@ -1,6 +1,8 @@
 // amax: max |x| (NaN ignored) and, from it, the scale of current scaling; all on the device.
 #pragma once
 
+#include <span>
+
 #include "core/quantized_view.h"
 
 namespace te {
@@ -10,7 +12,9 @@ struct AmaxArgs {
   CurrentScale scale;  // `scales` may be absent: then only `amax` is written
 };
 
-void amax(const AmaxArgs& args, Stream stream);
+// Of tensors of one dtype on one device. Those of one launch have scratch of their own.
+constexpr size_t kAmaxesAtOnce = 48;
+void amax(std::span<const AmaxArgs> all, Stream stream);
 
 // The scale alone, from an amax that other ranks have contributed to.
 struct ScaleFromAmaxArgs {
@@ -21,11 +25,11 @@ struct ScaleFromAmaxArgs {
 void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream);
 
 namespace cpu {
-void amax(const AmaxArgs& args);
+void amax(std::span<const AmaxArgs> all);
 void scale_from_amax(const ScaleFromAmaxArgs& args);
 }  // namespace cpu
 namespace cuda {
-void amax(const AmaxArgs& args, Stream stream);
+void amax(std::span<const AmaxArgs> all, Stream stream);
 void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream);
 }  // namespace cuda
 

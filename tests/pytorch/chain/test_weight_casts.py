@@ -4,21 +4,29 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.fp8.recipes import delayed
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
+from transformer_engine.pytorch.fp8.casts import batches as casts
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
+from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
+
+RECIPES = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
 
 
 @pytest.fixture
 def batches(monkeypatch):
     """The numbers of weights of `quantize_many`, call by call."""
     sizes = []
-    original = delayed.quantize_many
+    original = casts.quantize_many
 
     def counted(tensors, *arguments):
         sizes.append(len(tensors))
         original(tensors, *arguments)
 
-    monkeypatch.setattr(delayed, "quantize_many", counted)
+    monkeypatch.setattr(casts, "quantize_many", counted)
     return sizes
 
 
@@ -33,25 +41,27 @@ def layer(device):
     )
 
 
-def trained(module, x, steps=3, **call):
+def trained(module, x, recipe="delayed", **call):
     """Results and gradients of some steps with scales that follow."""
     found = []
-    for _ in range(steps):
+    for _ in range(3):
         module.zero_grad()
-        with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=2)):
+        with te.fp8_autocast(fp8_recipe=RECIPES[recipe]):
             y = module(x, **call)
         y.backward(torch.ones_like(y))
         found += [y.detach(), *(p.grad for p in module.parameters())]
     return found
 
 
-def test_results_are_those_of_single_casts(batches, monkeypatch, device):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_results_are_those_of_single_casts(recipe, batches, monkeypatch, device):
     x = torch.randn(16, 2, 32, device=device, dtype=torch.bfloat16)
-    found = trained(layer(device), x)
+    found = trained(layer(device), x, recipe)
     assert batches and max(batches) > 1
-    monkeypatch.setattr(delayed.DelayedQuantizer, "casts_many", False)
+    for quantizer in (DelayedQuantizer, CurrentQuantizer):
+        monkeypatch.setattr(quantizer, "casts_many", False)
     batches.clear()
-    expected = trained(layer(device), x)
+    expected = trained(layer(device), x, recipe)
     assert not batches
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -62,7 +72,7 @@ def test_weights_that_are_not_cast_by_every_call(batches, device):
     trained(layer(device), x, is_first_microbatch=True)
     with te.fp8_model_init():
         trained(layer(device), x)
-    with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+    with te.fp8_autocast(fp8_recipe=Float8BlockScaling()):
         layer(device)(x)
     layer(device)(x)
     assert not batches

@@ -8,7 +8,12 @@ import torch
 from rulers import assert_bitwise
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.amax import amax, current_scales, scales_from_amax
+from transformer_engine.pytorch.kernels.amax import (
+    amax,
+    current_scales,
+    current_scales_many,
+    scales_from_amax,
+)
 
 SHAPES = [(1,), (7,), (0,), (0, 3), (64, 64), (33, 65), (3, 5, 7), (1000, 1003)]
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -123,3 +128,22 @@ def test_errors(error, message, changed):
     }
     with pytest.raises(error, match=r"\[amax\] expected " + message):
         _C.amax(**(args | changed))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", fp8.HIGH_PRECISION, ids=str)
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_scales_of_many(device, dtype, power_of_2):
+    """Each as alone; more than one launch takes, also a second time."""
+    tensors = [fp8.awkward(shape, dtype).to(device) for shape in SHAPES * 7]
+    for _ in range(2):
+        found = current_scales_many(tensors, fp8.E4M3, power_of_2, 0.25)
+        for x, scales in zip(tensors, found, strict=True):
+            assert_bitwise(scales, current_scales(x, fp8.E4M3, power_of_2, 0.25))
+
+
+def test_bad_lists_of_tensors():
+    with pytest.raises(ValueError, match=r"^\[current_scales_many\] expected tensors"):
+        current_scales_many([], fp8.E4M3, False, 0.0)
+    with pytest.raises(TypeError, match=r"^\[amax\] expected float32 for x, got bfloat16"):
+        current_scales_many([torch.ones(2), torch.ones(2).bfloat16()], fp8.E4M3, False, 0.0)

@@ -78,6 +78,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     ),
     "cross_entropy_forward": lambda: (plain(), labels()),
     "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),
+    "current_scales_many": lambda: ([plain(), plain(COLS)], fp8.E4M3, False, 0.0),
     "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0, torch.ones(3), None),
     "dequantize": lambda: (codes(), fp8.E4M3, PAIR, BF16),
     "dropout_add_backward": lambda: (plain(), SEED, 0.5, BF16, F32),

@@ -42,8 +42,9 @@ def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> di
         if steps[i].stage.multiplies:
             weight = values[steps[i].parameters.start]
             request = steps[i].stage.weight_request(plans[i], weight)
-            if request is not None and request.quantizer.casts_many:
-                batches.setdefault(_key(weight, request), []).append((i, request))
+            key = None if request is None else _key(weight, request)
+            if request is not None and key is not None:
+                batches.setdefault(key, []).append((i, request))
     found = {}
     for batch in batches.values():
         if len(batch) > 1:
@@ -56,9 +57,11 @@ def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> di
     return found
 
 
-def _key(weight: torch.Tensor, request: OperandRequest) -> Hashable:
-    """Casts of one batch differ in nothing of this."""
+def _key(weight: torch.Tensor, request: OperandRequest) -> Hashable | None:
+    """Casts of one batch differ in nothing of this; None is a cast by itself."""
     quantizer, sides = request.quantizer, (request.rowwise, request.columnwise)
+    described = quantizer.description() if quantizer.casts_many else None
+    if described is None:
+        return None
     # A quantizer of an evaluation has a scale, but no amax.
-    persistent = len(quantizer.persistent_tensors())
-    return type(quantizer), quantizer.format, weight.dtype, sides, persistent
+    return described, weight.dtype, sides, len(quantizer.persistent_tensors())

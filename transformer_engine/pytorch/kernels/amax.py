@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from transformer_engine import _C
@@ -38,6 +40,22 @@ def current_scales(
     scales = x.new_empty(2, dtype=torch.float32)
     if launch:
         _C.amax(x, None, scales, format, power_of_2, epsilon)
+    return scales
+
+
+@library_op()
+def current_scales_many(
+    tensors: Sequence[torch.Tensor],
+    format: int,
+    power_of_2: bool,
+    epsilon: float,
+    *,
+    launch: bool = True,
+) -> list[torch.Tensor]:
+    """`current_scales` of each of several tensors of one dtype on one device, in few launches."""
+    scales = [x.new_empty(2, dtype=torch.float32) for x in tensors]
+    if launch:
+        _C.current_scales_many(tensors, scales, format, power_of_2, epsilon)
     return scales
 
 

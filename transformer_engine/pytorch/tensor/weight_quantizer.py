@@ -11,7 +11,7 @@ import torch
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer
-from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
+from transformer_engine.pytorch.kernels.amax import amax, current_scales_many
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -120,22 +120,27 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
-        return self.cast(x, self.scales_of(amax(x)), request)
+        return self.cast(x, self.scales_of([amax(x)])[0], request)
 
-    def scales_of(self, largest: torch.Tensor) -> torch.Tensor:
-        """The scales of values of this largest magnitude, fp32 `[1]`."""
-        scales = scales_from_amax(largest, self.format, self.power_of_2, self.epsilon)
+    @property
+    def rule(self) -> tuple[Any, ...]:
+        """Quantizers with an equal one have equal scales for equal magnitudes."""
+        return self.format, self.power_of_2, self.epsilon, self.margin
+
+    def scales_of(self, largest: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The scales of values of these largest magnitudes, each fp32 `[1]`."""
+        found = current_scales_many(largest, self.format, self.power_of_2, self.epsilon)
         if self.margin:
             factor = 2.0**self.margin
-            scales = torch.cat([scales[:1] * factor, scales[1:] / factor])
-        return scales
+            found = [torch.cat([scales[:1] * factor, scales[1:] / factor]) for scales in found]
+        return found
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values`, see the base class."""
         largest = amax(values)
         if self.ranks is not None:
             largest = self.ranks.reduce(largest, self.label)
-        chosen = self.scales_of(largest)
+        chosen = self.scales_of([largest])[0]
         if scales is not None and scales.numel() == 2:
             inverse, scale = scales = scales.to(values.device)
             holds = (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)

@@ -105,10 +105,10 @@ def write(
     """
     batches: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
     for tensor, plain, largest in _scaled(tensors, values, amaxes or [None] * len(tensors)):
-        batch = batches.setdefault((tensor._format, plain.dtype, plain.device), [])
-        batch.append((tensor, plain, tensor._quantizer.scales_of(largest)))
-    for (format, *_), batch in batches.items():
-        _write_scaled(batch, format)
+        key = (tensor._quantizer.rule, plain.dtype, plain.device)
+        batches.setdefault(key, []).append((tensor, plain, largest))
+    for batch in batches.values():
+        _write_scaled(batch)
 
 
 def _scaled(
@@ -138,14 +138,15 @@ def _scaled(
             yield tensor, plain, largest
 
 
-def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]], format: int) -> None:
-    """Cast values with scales into tensors: into the memory of their codes, if that is in order."""
+def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+    """Cast values into tensors of one rule: into the memory of their codes, if that is in order."""
     made = []
     for tensor, plain, _ in batch:
         codes, _ = tensor.parts
         made.append(codes if codes.is_contiguous() else torch.empty_like(plain, dtype=torch.uint8))
-    tensors, values, scales = map(list, zip(*batch, strict=True))
-    quantize_many(values, made, [], scales, [], [], format)
+    tensors, values, largest = map(list, zip(*batch, strict=True))
+    scales = tensors[0]._quantizer.scales_of(largest)
+    quantize_many(values, made, [], scales, [], [], tensors[0]._format)
     overwrite(list(zip(tensors, zip(made, scales, strict=True), strict=True)))
 
 

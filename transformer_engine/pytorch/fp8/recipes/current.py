@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from transformer_engine.common.recipe import Float8CurrentScaling, QParams
 from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
+from transformer_engine.pytorch.fp8.casts.batches import cast_together
 from transformer_engine.pytorch.fp8.casts.operands import FusedArguments, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
-from transformer_engine.pytorch.kernels.amax import amax, current_scales, scales_from_amax
+from transformer_engine.pytorch.kernels.amax import (
+    amax,
+    current_scales,
+    current_scales_many,
+    scales_from_amax,
+)
 from transformer_engine.pytorch.parallel.collectives import all_reduce
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
@@ -27,6 +34,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
 
     scaling = "fp8_current_scaling"
     casts_columns_later = True
+    casts_many = True
 
     def __init__(self, format: int, power_of_2: bool = False, epsilon: float = 0.0) -> None:
         super().__init__(format)
@@ -48,6 +56,15 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         if scales is None:
             return self.operands(x, request)
         return self.cast_with(x, request, scales=scales)
+
+    @classmethod
+    def cast_many(
+        cls, tensors: list[torch.Tensor], requests: Sequence[OperandRequest]
+    ) -> list[Operands]:
+        """Find all scales, then cast."""
+        one: Any = requests[0].quantizer
+        scales = current_scales_many(tensors, one.format, one.power_of_2, one.epsilon)
+        return cast_together(tensors, requests, scales, [], [])
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """The scale; the cast takes the moments."""

@@ -11,6 +11,7 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.dtypes import FP8_NAMES
+from transformer_engine.pytorch.fp8.casts.batches import cast_together
 from transformer_engine.pytorch.fp8.casts.operands import (
     FusedArguments,
     FusedOutputs,
@@ -25,7 +26,6 @@ from transformer_engine.pytorch.fp8.casts.quantizers import (
 )
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
-from transformer_engine.pytorch.kernels.quantize import quantize_many
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 if TYPE_CHECKING:
@@ -71,26 +71,12 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
     def cast_many(
         cls, tensors: list[torch.Tensor], requests: Sequence[OperandRequest]
     ) -> list[Operands]:
-        """Cast tensors of one dtype for equal sides of one format, all with an amax or none."""
+        """Cast with the stored scales, in one pass."""
         quantizers: list[Any] = [request.quantizer for request in requests]
+        scales = [quantizer.scale for quantizer in quantizers]
+        amaxes = [quantizer.amax for quantizer in quantizers if quantizer.amax is not None]
         pairs = [x.new_empty(2, dtype=torch.float32) for x in tensors]
-        codes: list[Any] = [None] * len(tensors)
-        transposed = [*codes]
-        if requests[0].rowwise:
-            codes = [torch.empty_like(x, dtype=torch.uint8) for x in tensors]
-        if requests[0].columnwise:
-            transposed = [x.new_empty(x.shape[::-1], dtype=torch.uint8) for x in tensors]
-        quantize_many(
-            tensors,
-            [x for x in codes if x is not None],
-            [x for x in transposed if x is not None],
-            pairs,
-            [quantizer.scale for quantizer in quantizers],
-            [quantizer.amax for quantizer in quantizers if quantizer.amax is not None],
-            quantizers[0].format,
-        )
-        made = zip(quantizers, codes, transposed, pairs, strict=True)
-        return [quantizer.pack(*parts) for quantizer, *parts in made]
+        return cast_together(tensors, requests, pairs, scales, amaxes)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """The whole cast."""
