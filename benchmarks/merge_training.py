@@ -4,7 +4,7 @@
 
 A row of the new run takes the place of an earlier one. All others stay, with the commit that they
 were measured at. Every ratio is over the yardstick that is in the table now. Bars are judged by
-rows of the new run, and those of other libraries.
+rows of the new run, and those of other libraries; a judgement of rows that it has none of stays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def merged(name: str, old: Document, new: Document) -> Document:
     report = Report(name)  # prints the judgements; it is not saved
     found = {by_case[row["case"]]: row for row in judged}
     judge(report, model, ARCHITECTURES[model], found, bool(largest))
-    return {**new, "rows": [*rows, *report.rows]}
+    again = {row["op"] for row in report.rows}
+    stay = [row for row in old["rows"] if "tokens_per_s" not in row and row["op"] not in again]
+    stay = [{"commit": old["commit"], **row} for row in stay]
+    return {**new, "rows": [*rows, *report.rows, *stay]}
 
 
 def _measured(document: Document) -> list[dict[str, Any]]:
