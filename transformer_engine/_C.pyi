@@ -378,9 +378,6 @@ def rope(
     rotated: int,
     out: Tensor | None,
 ) -> None: ...
-def scale_from_amax(
-    amax: Tensor | None, scales: Tensor | None, format: int, power_of_2: bool, epsilon: float
-) -> None: ...
 def set_device_switches(
     fp8_products: bool, clusters: bool, dependent_launch: bool, shared_bytes: int
 ) -> None: ...

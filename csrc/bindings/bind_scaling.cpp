@@ -1,4 +1,5 @@
-// Bindings of the ops that find scales: amax, scale_from_amax, delayed_scaling_update, gather_amax.
+// Bindings of the ops that find scales: amax, current_scales_many, delayed_scaling_update,
+// gather_amax.
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
@@ -42,18 +43,6 @@ void current_scales_many(const std::vector<TensorView>& tensors,
   amax(all, stream);
 }
 
-void scale_from_amax_into(const TensorView& amax, const TensorView& scales, int format,
-                          bool power_of_2, float epsilon) {
-  scale_from_amax({.amax = amax,
-                   .scale = {.dtype = static_cast<DType>(format),
-                             .scales = scales,
-                             .amax = {},
-                             .scratch = {},
-                             .epsilon = epsilon,
-                             .power_of_2 = power_of_2}},
-                  bridge::current_stream(amax.device));
-}
-
 AmaxAlgorithm algorithm_of(bool most_recent) {
   return most_recent ? AmaxAlgorithm::MostRecent : AmaxAlgorithm::Max;
 }
@@ -85,8 +74,6 @@ void bind_scaling(pybind11::module_& m) {
   m.def("amax", recordable<&amax_into>, arg("x"), arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
   m.def("current_scales_many", recordable<&current_scales_many>, arg("tensors"), arg("scales"),
-        arg("format"), arg("power_of_2"), arg("epsilon"));
-  m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"),
         arg("format"), arg("power_of_2"), arg("epsilon"));
   m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),
         arg("fp8_max"), arg("margin"), arg("amax") = none(), arg("scale") = none());

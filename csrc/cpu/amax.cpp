@@ -1,4 +1,4 @@
-// The meaning of amax and scale_from_amax: see ops/amax.h.
+// The meaning of amax: see ops/amax.h.
 #include "ops/amax.h"
 
 #include <cmath>
@@ -36,10 +36,6 @@ void amax_of(const AmaxArgs& args) {
 
 void amax(std::span<const AmaxArgs> all) {
   for (const AmaxArgs& args : all) amax_of(args);
-}
-
-void scale_from_amax(const ScaleFromAmaxArgs& args) {
-  write_scales(args.scale, *args.amax.ptr<float>());
 }
 
 }  // namespace te::cpu

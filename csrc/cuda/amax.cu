@@ -61,11 +61,6 @@ __global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksPerMultiproces
   if (threadIdx.x == 0) args.sink.finish(block_amax.total(), args.blocks);
 }
 
-__global__ void scale_kernel(const float* amax, CurrentScaleSink sink) {
-  follow_previous_kernel();
-  sink.write_scales(*amax);
-}
-
 }  // namespace
 
 void amax(std::span<const AmaxArgs> all, Stream stream) {
@@ -90,12 +85,6 @@ void amax(std::span<const AmaxArgs> all, Stream stream) {
     if (batch.is_full()) launch();
   }
   launch();
-}
-
-void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {
-  const DeviceGuard guard(args.amax.device);
-  launch_dependent(scale_kernel, 1, 1, 0, stream_of(stream), args.amax.ptr<float>(),
-                   sink_of(args.scale));
 }
 
 }  // namespace te::cuda

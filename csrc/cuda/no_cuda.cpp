@@ -74,7 +74,6 @@ void quantize_blocks(const QuantizeBlocksArgs&, Stream) { absent("quantize_block
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }
 void amax(std::span<const AmaxArgs>, Stream) { absent("amax"); }
-void scale_from_amax(const ScaleFromAmaxArgs&, Stream) { absent("scale_from_amax"); }
 void moments(const MomentsArgs&, Stream) { absent("moments"); }
 void cast_moments(const CastMomentsArgs&, Stream) { absent("cast_moments"); }
 void merge_rows(const MergeRowsArgs&, Stream) { absent("merge_rows"); }

@@ -45,14 +45,4 @@ void amax(std::span<const AmaxArgs> all, Stream stream) {
       first, [&] { cpu::amax(all); }, [&] { cuda::amax(all, stream); });
 }
 
-void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {
-  constexpr const char* kOp = "scale_from_amax";
-  check_rule(args.scale, kOp);
-  check::vector(args.amax, 1, DType::Float32, kOp, "amax");
-  check::vector(args.scale.scales, 2, DType::Float32, kOp, "scales");
-  check::same_device(args.scale.scales, args.amax, kOp, "scales");
-  on_device(
-      args.amax, [&] { cpu::scale_from_amax(args); }, [&] { cuda::scale_from_amax(args, stream); });
-}
-
 }  // namespace te

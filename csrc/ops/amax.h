@@ -1,4 +1,5 @@
-// amax: max |x| (NaN ignored) and, from it, the scale of current scaling; all on the device.
+// amax: max |x| (NaN ignored) and, from it, the scale of current scaling; all on the device. An
+// amax that others have contributed to is an x of one value.
 #pragma once
 
 #include <span>
@@ -16,21 +17,11 @@ struct AmaxArgs {
 constexpr size_t kAmaxesAtOnce = 48;
 void amax(std::span<const AmaxArgs> all, Stream stream);
 
-// The scale alone, from an amax that other ranks have contributed to.
-struct ScaleFromAmaxArgs {
-  TensorView amax;  // fp32 [1]
-  CurrentScale scale;
-};
-
-void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream);
-
 namespace cpu {
 void amax(std::span<const AmaxArgs> all);
-void scale_from_amax(const ScaleFromAmaxArgs& args);
 }  // namespace cpu
 namespace cuda {
 void amax(std::span<const AmaxArgs> all, Stream stream);
-void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream);
 }  // namespace cuda
 
 }  // namespace te

@@ -209,7 +209,6 @@ OPERATORS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "transpose": lambda d: (d.codes(),),
     "amax": lambda d: (d.plain(),),
     "current_scales": lambda d: (d.plain(), d.format, d.flag(), 0.0),
-    "scales_from_amax": lambda d: (d.positive(), d.format, d.flag(), 0.0),
     "norm_forward": _norm_forward,
     "norm_backward": _norm_backward,
     "activation_forward": lambda d: _activation(d, False),

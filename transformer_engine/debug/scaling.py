@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.kernels.amax import scales_from_amax
+from transformer_engine.pytorch.kernels.amax import current_scales
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.tensor import Float8Tensor
@@ -15,7 +15,7 @@ def scales_with_margin(largest: torch.Tensor, format: int, margin: int) -> torch
 
     An amax of 0 or Inf gives scale 1; NaN is not counted.
     """
-    return scales_from_amax(largest * 2.0**margin, format, False, 0.0)
+    return current_scales(largest * 2.0**margin, format, False, 0.0)
 
 
 def cast(

@@ -121,7 +121,6 @@ CASES: dict[str, Callable[[], Arguments]] = {
     ),
     "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False, 4, 3),
     "scales_of_call": lambda: ([ONE, ONE], False, True, 2),
-    "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),
     "show_to_inspector": lambda: (plain(), codes(), PAIR, fp8.E4M3, None, None, -1, "a tensor"),
     "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5, -1, -1, 0),

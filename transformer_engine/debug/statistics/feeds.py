@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequ
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
-from transformer_engine.pytorch.kernels.amax import scales_from_amax
+from transformer_engine.pytorch.kernels.amax import current_scales
 from transformer_engine.pytorch.kernels.moments import (
     CAST_MOMENTS_FIELDS,
     cast_moments,
@@ -272,7 +272,7 @@ def _cast_again(
     request = OperandRequest(quantizer, not columnwise, columnwise)
     if isinstance(quantizer, CurrentQuantizer) and whole_amax is not None:
         options = quantizer.format, quantizer.power_of_2, quantizer.epsilon
-        made = quantizer.cast(flat, scales_from_amax(whole_amax(flat), *options), request)
+        made = quantizer.cast(flat, current_scales(whole_amax(flat), *options), request)
     else:
         made = quantizer.operands(flat, request)
     matrix = made.columnwise if columnwise else made.rowwise

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operands
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
-from transformer_engine.pytorch.kernels.amax import amax, current_scales, scales_from_amax
+from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.cross_entropy import (
     cross_entropy_backward_,
     cross_entropy_backward_codes,
@@ -111,7 +111,7 @@ class _Products:
         if problem.fp8:
             self.scales = current_scales(hidden, E4M3, False, 0.0)
             largest = hidden.new_ones(1, dtype=fp32) if factors is None else amax(factors)
-            self.gradient_scales = scales_from_amax(largest, E5M2, True, 0.0)
+            self.gradient_scales = current_scales(largest, E5M2, True, 0.0)
         self.gradients = Gradients(
             torch.empty_like(hidden) if wanted[0] else None,
             hidden.new_empty(weight.shape, dtype=fp32) if wanted[1] else None,

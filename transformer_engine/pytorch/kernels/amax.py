@@ -31,6 +31,8 @@ def current_scales(
 ) -> torch.Tensor:
     """Scales fp32 `[2]` = {1/scale, scale} with scale = fp8_max / max(amax(x), epsilon).
 
+    An amax that ranks have reduced, say, has the scales of what it is the amax of.
+
     Args:
         x: fp32, fp16 or bf16, contiguous, any shape.
         format: value of `DType` (5 = E4M3, 6 = E5M2).
@@ -56,15 +58,4 @@ def current_scales_many(
     scales = [x.new_empty(2, dtype=torch.float32) for x in tensors]
     if launch:
         _C.current_scales_many(tensors, scales, format, power_of_2, epsilon)
-    return scales
-
-
-@library_op()
-def scales_from_amax(
-    amax: torch.Tensor, format: int, power_of_2: bool, epsilon: float, *, launch: bool = True
-) -> torch.Tensor:
-    """The scales of `current_scales` from an amax fp32 `[1]`, say one that ranks have reduced."""
-    scales = amax.new_empty(2)
-    if launch:
-        _C.scale_from_amax(amax, scales, format, power_of_2, epsilon)
     return scales

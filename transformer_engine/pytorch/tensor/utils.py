@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
-from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
+from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -223,7 +223,7 @@ def _scales(weight: Float8Tensor, largest: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = quantizer.scales_of([largest.clone()])[0]
         return found
     power_of_2, epsilon = (getattr(quantizer, n, 0) for n in ("power_of_2", "epsilon"))
-    return scales_from_amax(largest.clone(), weight._format, bool(power_of_2), float(epsilon))
+    return current_scales(largest.clone(), weight._format, bool(power_of_2), float(epsilon))
 
 
 def _row(master: torch.Tensor) -> torch.Tensor:

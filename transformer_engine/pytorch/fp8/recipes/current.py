@@ -17,7 +17,6 @@ from transformer_engine.pytorch.kernels.amax import (
     amax,
     current_scales,
     current_scales_many,
-    scales_from_amax,
 )
 from transformer_engine.pytorch.parallel.collectives import all_reduce
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
@@ -106,7 +105,7 @@ class ShardQuantizer(CurrentQuantizer):
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale of all rows, then cast."""
         largest = all_reduce(amax(x), self.group, "max").wait()
-        scales = scales_from_amax(largest, self.format, self.power_of_2, self.epsilon)
+        scales = current_scales(largest, self.format, self.power_of_2, self.epsilon)
         return self.cast_with(x, request, scales=scales)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
