@@ -128,6 +128,7 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")  # once
 @pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_is_refused(make, error, message):
     with pytest.raises(error, match=message):
