@@ -72,7 +72,7 @@ def linear_cross_entropy(
         ignore_index: the target of tokens with neither loss nor gradient.
         dist_process_group: of the ranks that share the classes and have equal `hidden`, whose
             gradient they sum; None is this rank alone.
-        chunk_tokens: how many tokens have logits at a time; None is as many as 256 MiB hold.
+        chunk_tokens: how many tokens have logits at a time; None is as many as 512 MiB hold.
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
         fp8: multiply in FP8, whatever scope of `fp8_autocast` the call is in: `hidden` and `weight`
             in E4M3 with current scaling, gradients of logits in E5M2. Results keep their dtypes.

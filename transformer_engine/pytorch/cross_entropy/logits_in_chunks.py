@@ -31,7 +31,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
 )
 
 _LAYER = "linear_cross_entropy"  # in the report of products
-_CHUNK_BYTES = 2**28  # of logits: products of more tokens are no faster
+_CHUNK_BYTES = 2**29  # of logits: each chunk reads and writes the sum of the weight's gradient
 _CHUNK_MULTIPLE = 128  # tokens: whole tiles of a product
 
 
@@ -64,7 +64,7 @@ class Gradients(NamedTuple):
 
 
 def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
-    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 256 MiB much."""
+    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 512 MiB much."""
     parts = max(1, -(-itemsize * tokens * classes // _CHUNK_BYTES))
     return -(-tokens // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
 
