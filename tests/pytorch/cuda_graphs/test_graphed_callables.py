@@ -241,6 +241,7 @@ def test_what_cannot_be_captured() -> None:
     x = torch.ones(4, 8, device="cuda", requires_grad=True)
     with pytest.raises(RuntimeError, match=r"forward of callable 0 \(Reads\) cannot be captured"):
         te.make_graphed_callables(Reads(), (x,))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.cuda.synchronize()
     assert torch.rand(3, device="cuda").shape == (3,)  # torch's generator is usable again
     module = te.Linear(16, 16)

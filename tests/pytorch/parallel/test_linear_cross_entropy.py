@@ -1,5 +1,7 @@
 """`linear_cross_entropy` on one rank: the definition in float64, its memory, what it refuses."""
 
+import weakref
+
 import pytest
 import torch
 from projection_cases import projection
@@ -106,6 +108,33 @@ class _Largest(TorchDispatchMode):
             if isinstance(x, torch.Tensor):
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
         return out
+
+
+class _Alive(TorchDispatchMode):
+    """How many tensors of a shape, but fp32 ones, were allocated at once."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.found, self.most = shape, [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        allocates = function in (
+            torch.ops.aten.new_empty.default,
+            torch.ops.aten.empty_like.default,
+        )
+        if allocates and out.shape == self.shape and out.dtype is not torch.float32:
+            self.found.append(weakref.ref(out))
+            self.most = max(self.most, sum(one() is not None for one in self.found))
+        return out
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_chunk_has_logits_at_a_time(fp8):
+    hidden, weight, _, target = projection("cpu", torch.bfloat16, (96,), 48, FEATURES)
+    with _Alive((32, 48)) as alive:
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=32, fp8=fp8).backward()
+    assert alive.most == 1 + fp8  # and its codes
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

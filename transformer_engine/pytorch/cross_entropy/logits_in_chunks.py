@@ -87,6 +87,7 @@ def run(
         all_sums.append(sums)
         if any(wanted):
             products.add_gradients(chunk, hidden, logits, labels[chunk], log_sums(sums))
+        del hidden, logits  # before those of the next chunk
     return losses_of(torch.cat(all_sums, 1), labels, size, rules), products.gradients
 
 

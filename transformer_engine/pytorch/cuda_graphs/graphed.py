@@ -50,6 +50,14 @@ def capture_into(
     """
     for tracker in subject.trackers():
         tracker.register_with(graph)
+    # Behind a capture that fails, torch.cuda.graph leaves its own stream the current one.
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        yield from _captured(settings, subject, what, graph)
+
+
+def _captured(
+    settings: Settings, subject: Subject, what: str, graph: torch.cuda.CUDAGraph
+) -> Iterator[None]:
     first: Exception | None = None
     try:
         with (
