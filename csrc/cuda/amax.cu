@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksPerMultiproces
   const int index = batch.tensor_of(blockIdx.x);
   const Values& args = batch.tensors[index];
   const auto* values = static_cast<const In*>(args.x);
-  const int64_t thread = int64_t{blockIdx.x - batch.first_block[index]} * kThreads + threadIdx.x;
-  const int64_t stride = int64_t{args.blocks} * kThreads;
+  const unsigned thread = (blockIdx.x - batch.first_block[index]) * kThreads + threadIdx.x;
+  const unsigned stride = args.blocks * kThreads;
   float amax = 0.0f;
   int64_t octet = thread;
   for (; octet + (kInFlight - 1) * stride < args.octets; octet += kInFlight * stride) {

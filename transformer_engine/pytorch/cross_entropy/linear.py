@@ -58,7 +58,7 @@ def linear_cross_entropy(
 
     Logits are those of one chunk of tokens at a time, in the dtype of `hidden`. With a mean or a
     sum the forward makes the gradients, too; without a reduction the backward makes the logits
-    again. Gradients of the weight and of the bias add up in fp32. Within `torch.autocast`,
+    again. Gradients of the weight and of the bias add up in fp32 over chunks. Within `torch.autocast`,
     `hidden`, `weight` and `bias` are cast as `torch.nn.functional.linear` casts them.
 
     Args:
@@ -85,7 +85,7 @@ def linear_cross_entropy(
         ValueError: shapes that do not fit; in FP8, features or classes that are no multiples of 16;
             an unknown reduction; no `weight.main_grad` where it is asked for; on a CPU in eager
             mode, targets that are no classes.
-        TypeError: other dtypes; a weight in FP8; a group that is none.
+        TypeError: other dtypes; a weight in FP8; a group that is none; `fp8` that is no bool.
         RuntimeError: gradients of gradients.
 
     >>> hidden = torch.zeros(2, 8, requires_grad=True)
