@@ -35,7 +35,7 @@ __device__ __forceinline__ float amax_of(const Octet<In>& x, float amax) {
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksPerMultiprocessor, 6, kThreads))
+__global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksPerMultiprocessor, 5, kThreads))
     amax_kernel(const __grid_constant__ Batch batch) {
   follow_previous_kernel();
   __shared__ BlockAmax<kThreads / 32> block_amax;

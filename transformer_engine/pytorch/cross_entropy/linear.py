@@ -58,7 +58,7 @@ def linear_cross_entropy(
 
     Logits are those of one chunk of tokens at a time, in the dtype of `hidden`. With a mean or a
     sum the forward makes the gradients, too; without a reduction the backward makes the logits
-    again. Gradients of the weight and of the bias add up in fp32 over chunks. Within `torch.autocast`,
+    again. Gradients of the weight and of the bias add up in fp32. Within `torch.autocast`,
     `hidden`, `weight` and `bias` are cast as `torch.nn.functional.linear` casts them.
 
     Args:
