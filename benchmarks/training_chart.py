@@ -17,7 +17,7 @@ SHOWN = {
     "torchao, compiled": ("torchao, FP8", "#d4a6a0"),
     "ours bf16, in graphs": ("ours, bf16", "#9ecae9"),
     "ours fp8 delayed, in graphs": ("ours, FP8", "#4c78a8"),
-    "ours fp8 delayed, fp8 head, in graphs": ("ours, FP8 head, too", "#2a4d75"),
+    "ours fp8 delayed, fp8 head, in graphs": ("ours, FP8 with head", "#2a4d75"),
 }
 
 

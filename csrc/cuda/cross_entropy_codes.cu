@@ -32,8 +32,8 @@ struct Backward {
 
   __device__ __forceinline__ Softmax at(int64_t row, int col) const {
     const int label = labels[row];
-    return {log_sums[row],    factors ? factors[row] : 1.0f,   evenly,
-            1.0f - smoothing, label < 0 ? label : label - col, label == kIgnored};
+    return {log_sums[row],    factors ? factors[row] : 1.0f, evenly, 1.0f - smoothing, label - col,
+            label == kIgnored};
   }
 };
 

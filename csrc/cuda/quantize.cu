@@ -107,6 +107,9 @@ bool by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
 
 // ---- Tiles of many matrices ----
 
+// Threads of a tile have eight rows each: of fewer rows most have none.
+constexpr int64_t kFewRows = 8;
+
 struct Matrix {
   const void* x;
   int64_t rows;
@@ -167,7 +170,8 @@ void quantize_many(const std::vector<QuantizeArgs>& all, Stream on) {
   };
   for (const QuantizeArgs& args : all) {
     const int64_t rows = args.x.rows(), cols = args.x.cols();
-    if (rows == 0 || cols == 0) {
+    const bool few_rows = rows < kFewRows && !args.out.columnwise;
+    if (rows == 0 || cols == 0 || few_rows) {
       cuda::quantize(args, on);
       continue;
     }

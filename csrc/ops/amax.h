@@ -13,7 +13,8 @@ struct AmaxArgs {
   CurrentScale scale;  // `scales` may be absent: then only `amax` is written
 };
 
-// Of tensors of one dtype on one device. Those of one launch have scratch of their own.
+// All tensors have one dtype and one device. A launch takes up to kAmaxesAtOnce of them; each has
+// scratch of its own.
 constexpr size_t kAmaxesAtOnce = 48;
 void amax(std::span<const AmaxArgs> all, Stream stream);
 

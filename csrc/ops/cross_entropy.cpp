@@ -48,8 +48,10 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream)
     check::dtype(args.dx, args.logits.dtype, kOp, "dx");
     check::same_shape(args.dx, args.logits, kOp, "dx");
   }
-  if (args.codes)
+  if (args.codes) {
     check::quantized(args.codes, args.logits.rows(), args.logits.cols(), args.logits, kOp);
+    require(!args.codes.amax, Kind::Value, kOp, "expected codes without an amax");
+  }
   if (args.logits.numel() == 0) return;
   on_device(
       args.logits, [&] { cpu::cross_entropy_backward(args); },

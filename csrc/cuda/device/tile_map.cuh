@@ -16,8 +16,8 @@
 //     __device__ float again(const float (&in)[kInputs]) const;  // if kAgain
 //   };
 //
-// A function that depends on the place has `at(row, col)` instead of an operator: the function of
-// eight neighbours from there on, which also takes the number of one among them. It has no moments.
+// A function that depends on the place has `at(row, col)` instead of an operator. It returns a
+// function `(in, out, j)` for element j of the eight from there on. It has no moments.
 //
 // The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
 #pragma once

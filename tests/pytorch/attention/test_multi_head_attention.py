@@ -159,6 +159,18 @@ def test_arguments_reach_the_core(device):
     assert relative_error(out.transpose(0, 1), expected) < bound_of(torch.float32, device)
 
 
+def test_frozen_cross_attention_of_what_needs_no_gradient(device):
+    """The backward of the keys' projection has neither parameters nor inputs to compute for."""
+    module = make(device, attention_type="cross").requires_grad_(False)
+    x, memory = (torch.randn(LENGTH, BATCH, HIDDEN, device=device) for _ in range(2))
+    gradients = []
+    for needs in (False, True):
+        x = x.detach().requires_grad_()
+        module(x, encoder_output=memory.clone().requires_grad_(needs)).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("cross", [False, True])
 def test_what_is_returned(device, cross):
     x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)

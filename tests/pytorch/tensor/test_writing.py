@@ -4,12 +4,16 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
 from transformer_engine.pytorch.tensor.writing import write
 
+RECIPES = pytest.mark.parametrize("recipe", [DelayedScaling(), Float8BlockScaling()])
 
-def test_an_error_leaves_whole_weights(device: str) -> None:
+
+@RECIPES
+def test_an_error_leaves_whole_weights(recipe, device: str) -> None:
     """All of them have the codes and scales of their old values."""
-    with te.fp8_model_init():
+    with te.fp8_model_init(recipe=recipe):
         weights = [te.Linear(32, 32, device=device).weight for _ in range(3)]
     before = [weight.dequantize() for weight in weights]
     values = 100 * torch.randn(32, 32, device=device)
@@ -17,6 +21,16 @@ def test_an_error_leaves_whole_weights(device: str) -> None:
         write(weights, [values, values[1:], values])
     for weight, old in zip(weights, before, strict=True):
         assert torch.equal(weight.dequantize(), old)
+
+
+@RECIPES
+def test_weights_may_swap_values(recipe, device: str) -> None:
+    with te.fp8_model_init(recipe=recipe):
+        weights = [te.Linear(32, 32, device=device).weight for _ in range(2)]
+    before = [weight.dequantize() for weight in weights]
+    write(weights, weights[::-1])
+    for weight, other in zip(weights, before[::-1], strict=True):
+        torch.testing.assert_close(weight.dequantize(), other, rtol=0.07, atol=0.01)
 
 
 def test_written_together_as_alone(device: str) -> None:

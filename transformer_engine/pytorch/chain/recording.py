@@ -185,7 +185,7 @@ def record(
     """Record the calls of `_C` that `python` makes.
 
     Args:
-        inputs: the first inputs of a call; at least one is not None.
+        inputs: the first inputs of a call.
         for_inputs: their stand-ins, which `python` reads.
         direct: further inputs of calls, which `python` reads itself, without stand-ins.
         persistent: tensors that outlive the call, and that `python` may read and write. The
@@ -196,6 +196,8 @@ def record(
     Returns:
         What was recorded, or the reason why it cannot be recorded.
     """
+    if all(t is None for t in (*inputs, *direct)):
+        return "no input is a tensor"
     if not all(is_plain(t) for t in (*inputs, *direct)):
         return "an input is no contiguous tensor that begins at 16 bytes"
     recorder, watch, state = _C.Recorder(), _Watch(), process_state()

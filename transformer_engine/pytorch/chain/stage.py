@@ -193,10 +193,10 @@ class Stage:
         """The request for the gradient of the first result."""
         return None
 
-    def weight_request(self, plan: Any, weight: torch.Tensor) -> OperandRequest | None:
-        """The cast of its weight that `forward` would make; it gets a `CastWeight` instead.
+    def weight_request(self, plan: Any) -> OperandRequest | None:
+        """The cast of the weight that `forward` would make; None if it must not be made before.
 
-        None if it casts nothing, or if the cast is not to be made before.
+        Where it is made before, `forward` finds a `CastWeight` in place of the weight.
         """
         return None
 

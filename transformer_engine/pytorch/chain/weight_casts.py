@@ -39,12 +39,10 @@ def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> di
     batches: dict[Hashable, list[tuple[int, OperandRequest]]] = {}
     steps, plans = plan.chain.steps, plan.stage_plans
     for i in range(start, stop):
-        if steps[i].stage.multiplies:
-            weight = values[steps[i].parameters.start]
-            request = steps[i].stage.weight_request(plans[i], weight)
-            key = None if request is None else _key(weight, request)
-            if request is not None and key is not None:
-                batches.setdefault(key, []).append((i, request))
+        request = steps[i].stage.weight_request(plans[i])
+        key = None if request is None else _key(values[steps[i].parameters.start], request)
+        if request is not None and key is not None:
+            batches.setdefault(key, []).append((i, request))
     found = {}
     for batch in batches.values():
         if len(batch) > 1:

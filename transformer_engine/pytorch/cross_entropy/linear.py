@@ -72,7 +72,8 @@ def linear_cross_entropy(
         ignore_index: the target of tokens with neither loss nor gradient.
         dist_process_group: of the ranks that share the classes and have equal `hidden`, whose
             gradient they sum; None is this rank alone.
-        chunk_tokens: how many tokens have logits at a time; None is as many as 512 MiB hold.
+        chunk_tokens: how many tokens have logits at a time, in FP8 rounded up to a multiple of 16;
+            None is as many as 512 MiB hold.
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
         fp8: multiply in FP8, whatever scope of `fp8_autocast` the call is in: `hidden` and `weight`
             in E4M3 with current scaling, gradients of logits in E5M2. Results keep their dtypes.
@@ -189,11 +190,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         *how: Any,
     ) -> torch.Tensor:
-        rules, reduction, products, wants_grad, into = how
-        problem = Problem(hidden, weight, bias, target, rules, *products)
+        rules, reduction, chunking, wants_grad, into = how
+        problem = Problem(hidden, weight, bias, target, rules, *chunking)
         ctx.main_grad = main_grad  # not saved: other backwards may write it before this one
         wanted = [wants_grad and wants for wants in ctx.needs_input_grad[:3]]
-        ctx.how = rules, reduction, products, wanted, into
+        ctx.how = rules, reduction, chunking, wanted, into
         ctx.dtypes = hidden.dtype, weight.dtype
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, target)
@@ -216,11 +217,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Gradients of what came in."""
-    rules, reduction, products, wanted, into = ctx.how
+    rules, reduction, chunking, wanted, into = ctx.how
     saved, main_grad = ctx.saved_tensors, ctx.main_grad
     if reduction == "none":
         hidden, weight, bias, target = saved
-        problem = Problem(hidden, weight, bias, target, rules, *products)
+        problem = Problem(hidden, weight, bias, target, rules, *chunking)
         gradients = run(problem, wanted, grad.contiguous())[1]
         factor = grad.new_ones(())
     else:

@@ -107,10 +107,10 @@ class _Products:
         self.quantizer: Quantizer = CurrentQuantizer(E4M3) if problem.fp8 else IDENTITY
         request = OperandRequest(self.quantizer, rowwise=True, columnwise=wanted[0])
         self.weight = self.quantizer.operands(weight, request)
-        self.scales = self.gradient_scales = None
+        self.hidden_scales = self.gradient_scales = None
         fp32 = torch.float32
         if problem.fp8:
-            self.scales = current_scales(hidden, E4M3, False, 0.0)
+            self.hidden_scales = current_scales(hidden, E4M3, False, 0.0)
             largest = hidden.new_ones(1, dtype=fp32) if factors is None else amax(factors)
             self.gradient_scales = current_scales(largest, E5M2, True, 0.0)
         self.gradients = Gradients(
@@ -122,7 +122,7 @@ class _Products:
     def hidden(self, chunk: slice) -> Operands:
         """The hidden states of a chunk, as products take them."""
         request = OperandRequest(self.quantizer, rowwise=True, columnwise=self.wanted[1])
-        return self.quantizer.cast(self.problem.hidden[chunk], self.scales, request)
+        return self.quantizer.cast(self.problem.hidden[chunk], self.hidden_scales, request)
 
     def logits(self, hidden: Operands) -> torch.Tensor:
         """`[tokens, classes]`, in the dtype of hidden states."""
@@ -153,7 +153,10 @@ class _Products:
     def _by_logits(
         self, chunk: slice, logits: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor
     ) -> Operands:
-        """The gradient by logits, as products take it; plain in their memory for the bias."""
+        """Operands of the gradient by logits.
+
+        Where the bias wants a gradient, that by logits also overwrites them in their dtype.
+        """
         rules, scales = self.problem.rules, self.gradient_scales
         factors = None if self.factors is None else self.factors[chunk]
         share = evenly(self.problem.weight.shape[0], rules)

@@ -86,7 +86,7 @@ def cross_entropy_backward_codes(
         plain: overwrite the logits with the gradients in their dtype.
 
     Returns:
-        `(rowwise, columnwise)`, None where not asked for; one of them is.
+        `(rowwise, columnwise)`, None where not asked for; both are where only `plain` is.
     """
     codes = torch.empty_like(logits, dtype=torch.uint8) if rowwise else None
     transposed = logits.new_empty(logits.shape[::-1], dtype=torch.uint8) if columnwise else None

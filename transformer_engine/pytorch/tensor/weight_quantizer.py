@@ -128,7 +128,7 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         return self.format, self.power_of_2, self.epsilon, self.margin
 
     def scales_of(self, largest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The scales of values of these largest magnitudes, each fp32 `[1]`."""
+        """Pairs fp32 `[2]` = {1/scale, scale}, one for each of these magnitudes, fp32 `[1]`."""
         found = current_scales_many(largest, self.format, self.power_of_2, self.epsilon)
         if self.margin:
             factor = 2.0**self.margin

@@ -98,7 +98,8 @@ def write(
     """Quantise values into tensors.
 
     Args:
-        tensors: of any kind; the ranks of a group write the same weights in the same order.
+        tensors: of any kind, each memory once; the ranks of a group write the same weights in the
+            same order.
         values: of their shapes.
         amaxes: fp32 `[1]`, largest magnitudes of the values where they are known, of tensors that
             `takes_amax`; or none.
@@ -118,8 +119,8 @@ def _scaled(
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """Tensors that `takes_amax`, their values and largest magnitudes; others are written here."""
     pieces: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
-    for tensor, value, own in zip(tensors, values, known, strict=True):
-        plain = tensor.writable(value)
+    checked = [tensor.writable(value) for tensor, value in zip(tensors, values, strict=True)]
+    for tensor, plain, own in zip(tensors, checked, known, strict=True):
         if tensor.is_meta:
             continue
         ranks = scale_ranks_of(tensor)

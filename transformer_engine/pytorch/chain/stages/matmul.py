@@ -171,7 +171,7 @@ class Matmul(Stage):
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
         return plan.grad_request if _fuses(plan.grad_request, plan, grad) else None
 
-    def weight_request(self, plan: MatmulPlan, weight: torch.Tensor) -> OperandRequest | None:
+    def weight_request(self, plan: MatmulPlan) -> OperandRequest | None:
         """Where every call casts the weight to FP8."""
         every_call = plan.first_microbatch is None and not plan.fp8_weight
         return plan.weight_request if plan.fp8 and every_call and not plan.compiling else None

@@ -98,6 +98,8 @@ class ShardQuantizer(CurrentQuantizer):
         group: process group of the ranks.
     """
 
+    casts_many = False  # each cast has a collective
+
     def __init__(self, one: CurrentQuantizer, group: Any) -> None:
         super().__init__(one.format, one.power_of_2, one.epsilon)
         self.group = group
