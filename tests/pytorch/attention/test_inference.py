@@ -54,6 +54,46 @@ def test_steps_equal_one_call(device, qkv_format, rope, window):
     assert keys[:11, 1:].all()
 
 
+@pytest.mark.parametrize("padded", [[], [0, 1], [3, 4]], ids=["none", "left", "behind the prompt"])
+@torch.no_grad()
+def test_prompts_with_padding(device, padded):
+    """Masks say which tokens of a prompt are padding, wherever they are."""
+    layer = make_layer(device, mask="padding_causal")
+    x = torch.randn(7, 2, HIDDEN, device=device)
+    hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool, device=device)
+    hidden[0, ..., padded] = True
+    whole = layer(x, hidden)
+    params, parts = te.InferenceParams(2, LONGEST), []
+    for count in (5, 1, 1):
+        begin, end = params.sequence_len_offset, params.sequence_len_offset + count
+        masks = hidden[..., begin:end], hidden[..., :end]
+        parts.append(layer(x[begin:end], masks, inference_params=params))
+        params.sequence_len_offset = end
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["plain", "on the device", "named"])
+@torch.no_grad()
+def test_cross_attention_of_steps(device, form):
+    """Its queries are rotated by their positions, its keys by those of the encoder."""
+    mask = "padding_causal" if form == "named" else "causal"
+    layer = make_layer(device, mask=mask, layer_type="decoder")
+    x, encoded = (torch.randn(n, 2, HIDDEN, device=device) for n in (6, 5))
+    how = {"encoder_output": encoded, "rotary_pos_emb": angles_on(device)}
+    whole = layer(x, self_attn_mask_type="causal", **how)
+    cache = (2, HIDDEN // HEADS, torch.float32) if form == "named" else ()
+    params, parts = te.InferenceParams(2, LONGEST, *cache), []
+    if form == "on the device":
+        params.sequence_len_offset = torch.tensor(0, device=device)
+    for begin, end in ((0, 3), (3, 4), (4, 6)):
+        if form == "named":
+            params.pre_step(OrderedDict.fromkeys("ab", end - begin))
+        parts.append(layer(x[begin:end], inference_params=params, **how))
+        if form != "named":
+            params.sequence_len_offset += end - begin
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_queries_and_keys_are_rotated_by_one_kernel(device, monkeypatch):
     """Of new tokens, where they lie side by side."""
@@ -249,12 +289,13 @@ def test_every_spelling_of_a_causal_mask_ends_at_the_last_key():
         torch.testing.assert_close(last, whole[:, 4:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [None, "same"])
 @pytest.mark.parametrize("named", [False, True])
 @torch.no_grad()
-def test_layers_need_numbers_of_their_own(named):
+def test_layers_need_numbers_of_their_own(named, name):
     """Two layers of one number would read each other's keys."""
-    mask_type = "padding_causal" if named else "causal"
-    layers = [te.MultiheadAttention(HIDDEN, HEADS, attn_mask_type=mask_type) for _ in range(2)]
+    how = {"attn_mask_type": "padding_causal" if named else "causal", "name": name}
+    layers = [te.MultiheadAttention(HIDDEN, HEADS, **how) for _ in range(2)]
     cache = (HEADS, HIDDEN // HEADS, torch.float32) if named else ()
     params = te.InferenceParams(1, LONGEST, *cache)
 

@@ -126,6 +126,16 @@ def test_padding_need_not_be_at_the_end():
     assert hidden[0, 0].tolist() == [[True, True], [False, True], [False, True]]
 
 
+@pytest.mark.parametrize(
+    ("keys", "shift"), [("..xx", 0), ("xx..", 2), ("x.x.", 2), ("....", 2), (".x.x", 1)]
+)
+def test_the_last_real_tokens_meet(keys, shift):
+    """Wherever padding is; queries have two tokens."""
+    queries = torch.zeros(1, 1, 1, 2, dtype=torch.bool)
+    hidden = torch.tensor([token == "x" for token in keys]).view(1, 1, 1, 4)
+    assert Padding(queries, hidden).shift().item() == shift
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (1, 1, 4, 6), (2, 3, 4, 6), (6,), (2, 1, 4, 1)])
 def test_arbitrary_shapes(shape):
     check_arbitrary(torch.zeros(shape, dtype=torch.bool), (2, 3, 4, 6))

@@ -15,6 +15,7 @@ from layer_reference import (
     relative_error,
 )
 
+from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
 
@@ -303,6 +304,24 @@ def test_bad_constructor_arguments(error, message, arguments):
         TransformerLayer(HIDDEN, FFN, HEADS, **arguments)
 
 
+@pytest.mark.parametrize("kind", [TransformerLayer, MultiheadAttention])
+@pytest.mark.parametrize(
+    ("keyword", "near"),
+    [
+        ("windowsize", "window_size"),
+        ("attention_masks", "attention_mask"),
+        ("inference_param", "inference_params"),
+        ("qkv_format", ""),
+    ],
+)
+def test_keywords_of_a_call_that_nothing_takes(kind, keyword, near):
+    hint = rf" \(did you mean {near}\?\)" if near else "$"
+    text = rf"{kind.__name__}.forward\(\) got unexpected keyword argument\(s\) {keyword}{hint}"
+    layer = make() if kind is TransformerLayer else MultiheadAttention(HIDDEN, HEADS, device="cpu")
+    with pytest.raises(TypeError, match=text):
+        layer(torch.randn(LENGTH, BATCH, HIDDEN), **{keyword: None})
+
+
 def test_bad_inputs():
     x = torch.randn(LENGTH, BATCH, HIDDEN)
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH)
@@ -316,6 +335,8 @@ def test_bad_inputs():
         make()(x, self_attn_mask_type="upper")
     with pytest.raises(ValueError, match="expected encoder_output"):
         make(layer_type="decoder")(x)
+    with pytest.raises(TypeError, match=r"expected attention_mask to be a tensor .* got str"):
+        make()(x, "causal")
     with pytest.raises(ValueError, match="of sequence length 8, got 6"):
         make(sequence_parallel=True, seq_length=8)(x)
     with pytest.raises(TypeError, match="inference_params of InferenceParams, got object"):

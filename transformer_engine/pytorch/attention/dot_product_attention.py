@@ -286,7 +286,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         casts = casts_of(self, (query, key, value), checkpoint_core_attention)
         step, cache = None, ""
         if inference_params is not None:
-            check_params(inference_params, self.layer_number, self.name)
+            check_params(inference_params, self.layer_number, self)
             (query, key, value), own, step = with_cache(
                 (query, key, value), own, inference_params, self.layer_number
             )

@@ -15,13 +15,18 @@ from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.stage import is_recorded_on
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains
 from transformer_engine.pytorch.chain.run_layer import run_layer
-from transformer_engine.pytorch.module.arguments import tensor_parallel
+from transformer_engine.pytorch.module.arguments import check_keywords, tensor_parallel
 from transformer_engine.pytorch.module.inputs import check_hidden, explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments
 from transformer_engine.pytorch.module.parameters import InitMethod, default_device
+
+_CORE = (  # keywords that `forward` hands on
+    *("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal"),
+    *("pad_between_seqs", "num_splits", "fp8_output"),
+)
 
 
 @joins_chains
@@ -213,7 +218,8 @@ class MultiheadAttention(FlowModule):
         )
 
     def _add_parts(self, qkv_format: str, interleaved: bool) -> None:
-        self._rotation = Rotation(self.layout, self.layer_number, qkv_format, interleaved)
+        cross = self.attention_type == "cross"
+        self._rotation = Rotation(self.layout, qkv_format, interleaved, cross)
         self._split_qkv = Heads(("query", "key", "value"), self.layout)
         self._split_query = Heads(("query",), self.layout)
         self._split_kv = Heads(("key", "value"), self.layout)
@@ -290,7 +296,8 @@ class MultiheadAttention(FlowModule):
             window_size: overrides the constructor's.
             is_first_microbatch: see `Linear.forward`.
             checkpoint_core_attention: see `DotProductAttention.forward`.
-            inference_params: see `InferenceParams`; angles start where the sequences are.
+            inference_params: see `InferenceParams`; angles start where the sequences are. Cross
+                attention caches nothing: it says where queries are.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
             core_attention_bias_type: see `DotProductAttention.forward`.
             core_attention_bias: see `DotProductAttention.forward`.
@@ -300,15 +307,17 @@ class MultiheadAttention(FlowModule):
             cu_seqlens_kv: see `DotProductAttention.forward`.
             cu_seqlens_q_padded: see `DotProductAttention.forward`.
             cu_seqlens_kv_padded: see `DotProductAttention.forward`.
-            core: further keywords of `DotProductAttention.forward`.
+            core: `max_seqlen_q`, `max_seqlen_kv`, `bottom_right_diagonal`, `pad_between_seqs` and
+                `num_splits` of `DotProductAttention.forward`.
 
         Returns:
             `out[, bias][, norm output or input]`, as the `return_` arguments say.
 
         Raises:
             ValueError: see `DotProductAttention.forward`; no `encoder_output` in cross attention.
-            TypeError: see `DotProductAttention.forward`.
+            TypeError: unknown keywords; see `DotProductAttention.forward`.
         """
+        check_keywords(MultiheadAttention.forward, core, _CORE)
         check_hidden(self, "hidden_states", hidden_states, self.hidden_size, self.qkv_format)
         values: tuple[torch.Tensor, ...] = (hidden_states,)
         if self.attention_type == "cross":
@@ -371,6 +380,8 @@ class MultiheadAttention(FlowModule):
         mask, angles = core.pop("attention_mask", None), core.pop("rotary_pos_emb", None)
         modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
         rotary = self._rotation.arguments(angles, core)
+        if self.attention_type == "cross":
+            core.pop("inference_params", None)
         normalizes_first = self.qk_norm_before_rope and modules.get("q_norm") is not None
         early = self.attention_type == "self" and not normalizes_first
         early = early and self._rotation.of_projection.takes(rotary)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
 
 BATCH_DIM = {"sbhd": 1, "bshd": 0, "thd": 0}
+SEQUENCES = (  # keywords that `forward` hands on to attention
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs"),
+)
 
 
 def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad: bool) -> None:
@@ -103,6 +107,11 @@ def check_export(layer: TransformerLayer) -> None:
 def check_mask(mask: AttentionMask | None, kind: str, parameter: str, kind_parameter: str) -> None:
     """Check a mask type, and the dtype of the mask where the type uses it."""
     described = mask_type(kind, kind_parameter)
+    if mask is not None and not isinstance(mask, torch.Tensor | tuple | list):
+        raise TypeError(
+            f"[TransformerLayer] expected {parameter} to be a tensor or a pair of tensors, got"
+            f" {type(mask).__name__}"
+        )
     if mask is not None and (described.padding or described.arbitrary):
         for part in mask if isinstance(mask, tuple | list) else (mask,):
             check_mask_dtype(part, parameter)

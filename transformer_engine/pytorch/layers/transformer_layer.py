@@ -24,12 +24,14 @@ from transformer_engine.pytorch.chain.run_layer import run_layer
 from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.layers.checks import (
     BATCH_DIM,
+    SEQUENCES,
     check_inputs,
     check_layer,
     check_mask,
 )
 from transformer_engine.pytorch.layers.drop_path import DropPath
 from transformer_engine.pytorch.layers.residual import Residual
+from transformer_engine.pytorch.module.arguments import check_keywords
 from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
@@ -322,8 +324,9 @@ class TransformerLayer(FlowModule):
 
         Raises:
             ValueError: another size of `hidden_states`; see `DotProductAttention.forward`.
-            TypeError: see `DotProductAttention.forward`.
+            TypeError: unknown keywords; see `DotProductAttention.forward`.
         """
+        check_keywords(TransformerLayer.forward, sequences, SEQUENCES)
         check_inputs(self, hidden_states, encoder_output, attention_mask, self_attn_mask_type)
         # The residual stream has the dtype of torch.autocast, too.
         hidden_states = in_autocast_dtype(hidden_states.contiguous())
@@ -359,8 +362,8 @@ class TransformerLayer(FlowModule):
 
     @staticmethod
     def _cross_arguments(core: dict[str, Any], **own: Any) -> dict[str, Any]:
-        """Arguments of cross-attention: those of self-attention but for masks and the cache."""
-        shared = {k: v for k, v in core.items() if k not in own and k != "inference_params"}
+        """Arguments of cross-attention: those of self-attention but for masks."""
+        shared = {k: v for k, v in core.items() if k not in own}
         return {**shared, **{name: x for name, x in own.items() if x is not None}}
 
     def flow_key(self) -> Hashable:

@@ -41,16 +41,29 @@ def _where(layer: str | None) -> str:
 def refuse_keywords(
     module: Callable[..., Any], unknown: Iterable[str], further: Iterable[str] = ()
 ) -> NoReturn:
-    """Raise TypeError for unknown keywords of a constructor, with the nearest known one."""
-    known = [name for name in inspect.signature(module).parameters if name != "others"]
+    """Raise TypeError for unknown keywords of a constructor or method, with the nearest known one.
+
+    Args:
+        module: the class or the method.
+        unknown: keywords.
+        further: those that are known beside the named ones.
+    """
+    parameters = inspect.signature(module).parameters.values()
+    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
     known += further
     described = []
     for name in sorted(unknown):
         near = difflib.get_close_matches(name, known, 1)
         described.append(f"{name} (did you mean {near[0]}?)" if near else name)
     raise TypeError(
-        f"{module.__name__}() got unexpected keyword argument(s) {', '.join(described)}"
+        f"{module.__qualname__}() got unexpected keyword argument(s) {', '.join(described)}"
     )
+
+
+def check_keywords(method: Callable[..., Any], keywords: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError unless all of a call's further keywords are known."""
+    if any([name not in known for name in keywords]):
+        refuse_keywords(method, {*keywords} - {*known}, known)
 
 
 def tensor_parallel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine.pytorch.attention.cache.inference import InferenceParams
@@ -13,7 +15,7 @@ from transformer_engine.pytorch.attention.masks.masks import mask_type as known_
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def check_params(params: object, layer_number: int | None, layer: str) -> None:
+def check_params(params: object, layer_number: int | None, layer: Any) -> None:
     """TypeError for anything but this package's class, ValueError for another layer's cache."""
     if not isinstance(params, InferenceParams):
         raise TypeError(

@@ -51,6 +51,7 @@ from transformer_engine.pytorch.attention.cache.managers import (
     PagedKVCacheManager,
 )
 from transformer_engine.pytorch.attention.cache.memory import plain_caches, reorder
+from transformer_engine.pytorch.attention.cache.owners import Owners
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.arguments import check_sizes
@@ -118,7 +119,7 @@ class InferenceParams:
         self.batch_size_offset = 0
         self._fixed_steps = FixedSteps()
         self.key_value_memory_dict: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._owners: dict[int | None, str] = {}  # names of layers by their numbers
+        self._owners = Owners()
         self.qkv_format = check_format(qkv_format)
         self.max_ctx_len = max_ctx_len
         self.is_paged = is_paged
@@ -263,34 +264,28 @@ class InferenceParams:
 
     # ---- Either form ----
 
-    def claim(self, layer_number: int | None, layer: str) -> None:
-        """Say which layer uses the cache of a number; a first step may give it to another one.
-
-        Raises:
-            ValueError: another layer's tokens are there.
-        """
-        owner = self._owners.setdefault(layer_number, layer)
-        if owner == layer:
-            return
-        if self.cache_manager is None:
-            before = 1 if self.kind == "fixed" else self.sequence_len_offset
-        else:
+    def claim(self, layer_number: int | None, layer: Any) -> None:
+        """Say which layer uses the cache of a number, see `Owners`."""
+        if self.cache_manager is not None:
             before = sum(self.cache_manager.lengths.values()) - sum(self.cache_manager.new)
-        if before != 0:
-            raise ValueError(
-                f"[InferenceParams] expected one layer for each layer_number, got {layer_number} of"
-                f" the layers {owner} and {layer}: give each layer of a model a number of its own"
-            )
-        self._owners[layer_number] = layer
+        else:
+            before = 1 if self.kind == "fixed" else self.sequence_len_offset
+        self._owners.claim(layer_number, layer, before)
 
     def positions(
         self,
         angles: tuple[torch.Tensor, torch.Tensor],
         query: torch.Tensor,
         qkv_format: str,
-        layer_number: int | None,
+        who: object,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor | None]:
         """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`.
+
+        Args:
+            angles: of queries and of keys.
+            query: in `qkv_format`.
+            qkv_format: of the step.
+            who: asks; once a step.
 
         Raises:
             ValueError: fewer angles than positions, where the host knows these.
@@ -299,7 +294,7 @@ class InferenceParams:
             return angles, *self.cache_manager.positions(angles, query, qkv_format)
         if self.kind == "fixed":
             check_angles(angles, self.max_sequence_length, "max_sequence_length")
-            step = self._fixed_step(("angles", layer_number), query, qkv_format)
+            step = self._fixed_step(("angles", who), query, qkv_format)
             return angles, step.starts, None
         query_angles, key_angles = angles
         start = self.sequence_len_offset

@@ -127,12 +127,9 @@ def arguments_of(
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q_padded: torch.Tensor | None = None,
     cu_seqlens_kv_padded: torch.Tensor | None = None,
-    **_: Any,
+    **without_effect: Any,
 ) -> CallArguments:
-    """The arguments of `DotProductAttention.forward`, or the module's settings where None.
-
-    Further arguments have no effect.
-    """
+    """The arguments of `DotProductAttention.forward`, or the module's settings where None."""
     return CallArguments(
         attention_mask,
         module.qkv_format if qkv_format is None else qkv_format,

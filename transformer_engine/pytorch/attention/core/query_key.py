@@ -95,23 +95,21 @@ class Rotation(Part):
 
     Args:
         layout: heads and their size.
-        layer_number: that asks `InferenceParams` for positions.
         qkv_format: of queries and keys.
         interleaved: see `rope/embedding.py`.
+        cross: keys are not those of the tokens of `inference_params`.
 
     Attributes:
         of_projection: the same for a projection that is not taken apart yet.
     """
 
-    def __init__(
-        self, layout: HeadLayout, layer_number: int, qkv_format: str, interleaved: bool
-    ) -> None:
+    def __init__(self, layout: HeadLayout, qkv_format: str, interleaved: bool, cross: bool) -> None:
         built = ChainBuilder("query", "key")
         super().__init__(built.chain(*built.add(Rope(), 0), *built.add(Rope(), 1)))
         self.layout = layout
-        self.layer_number = layer_number
         self.qkv_format = qkv_format
         self.interleaved = interleaved
+        self.cross = cross
         self.of_projection = ProjectionRotation(self)
         self.set_context(None)
 
@@ -140,13 +138,16 @@ class Rotation(Part):
         query, key = values.likes
         heads, groups, size, _ = self.layout
         pair = _pair_of(angles)
-        starts = None
+        starts = key_starts = None
         if inference_params is not None:
-            pair, starts, ends = inference_params.positions(
-                pair, query, self.qkv_format, self.layer_number
+            cached, starts, ends = inference_params.positions(
+                pair, query, self.qkv_format, id(self)
             )
-            if ends is not None:  # the cache knows better than the caller's cu_seqlens
-                query_ends = key_ends = ends
+            query_ends = query_ends if ends is None else ends  # which the cache knows better
+            if self.cross:
+                pair = cached[0], pair[1]
+            else:
+                pair, key_starts, key_ends = cached, starts, key_ends if ends is None else ends
         leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
         ranks = self.rank.ranks
         check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends, ranks)
@@ -155,7 +156,7 @@ class Rotation(Part):
             query_ends = key_ends = None
         table = angle_table(pair[0])
         key_table = table if pair[1] is pair[0] else angle_table(pair[1])
-        parameters: _Parameters = (table, starts, query_ends, key_table, starts, key_ends)
+        parameters: _Parameters = (table, starts, query_ends, key_table, key_starts, key_ends)
         if ranks > 1:
             parameters = self.rank.parameters(parameters, self.qkv_format, leads)
         return self.planned(values, parameters, (self.qkv_format == "bshd", self.interleaved))

@@ -159,14 +159,11 @@ class Padding:
         return self.queries.transpose(-1, -2) | self.keys
 
     def shift(self) -> torch.Tensor | None:
-        """Real keys minus real queries of each sequence, `[batch, 1, 1, 1]`; None if all zero."""
-        if self.queries is self.keys:
-            return None
-        return (
-            self.queries.sum(-1, keepdim=True)
-            - self.keys.sum(-1, keepdim=True)
-            + (self.keys.shape[-1] - self.queries.shape[-1])
-        )
+        """How far the last real key is behind the last real query, in each sequence.
+
+        `[batch, 1, 1, 1]`; None if all are zero.
+        """
+        return None if self.queries is self.keys else _end(self.keys) - _end(self.queries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +284,12 @@ def padding_from_lengths(
     if query_lengths is key_lengths and queries == keys:
         return Padding(query_padding, query_padding)
     return Padding(query_padding, _beyond(key_lengths, keys))
+
+
+def _end(padding: torch.Tensor) -> torch.Tensor:
+    """The position behind the last real token of each sequence, `[batch, 1, 1, 1]`."""
+    positions = torch.arange(1, padding.shape[-1] + 1, device=padding.device)
+    return torch.where(padding, 0, positions).amax(-1, keepdim=True)
 
 
 def _beyond(lengths: torch.Tensor, size: int) -> torch.Tensor:
