@@ -171,6 +171,27 @@ def test_recomputation_is_seen_once_and_modified_again(recipe: str, reentrant: b
     assert calls.count(("activation", "fprop", False)) == 1
 
 
+@pytest.mark.parametrize("split", [None, ("query", "key")])
+def test_checkpoints_of_products_in_high_precision(split) -> None:
+    """The products of the backward cast to FP8 what the first forward did not."""
+
+    def run(again: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module = te.Linear(32, 32, device="cpu", parameters_split=split, name="layer")
+        results = []
+        with session(("layer", HighPrecision(), {"gemms": ["fprop"]})) as s:
+            for _ in range(3):
+                x = (1e-4 * torch.randn(16, 32)).requires_grad_()
+                with te.fp8_autocast():
+                    y = te.checkpoint(module, x) if again else module(x)
+                y.square().sum().backward()
+                results += [x.grad, *(p.grad.clone() for p in module.parameters())]
+                s.step()
+        return [*results, module.scaling["forward"].scale]
+
+    assert_equal(run(True), run(False))
+
+
 def test_calibration_is_noted_under_inspection() -> None:
     recipe, recorder = RECIPES["delayed"], Recorder()
     states = []

@@ -217,7 +217,8 @@ def not_differentiable(gradients: Sequence[Any], layer: str) -> tuple[Any, ...]:
     if _delayed_error is None:
         return tuple(g if g is None else g.detach() for g in gradients)
     error = _delayed_error(message.encode(), len(gradients))
-    return tuple(error(*[g if g is None else g.detach().requires_grad_() for g in gradients]))
+    found = error(*[g if g is None else g.detach().requires_grad_() for g in gradients])
+    return found if isinstance(found, tuple) else (found,)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

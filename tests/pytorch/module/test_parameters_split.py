@@ -27,6 +27,16 @@ def test_parameters_split(split, sizes) -> None:
     assert all(p.grad is not None for p in module.parameters())
 
 
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
+def test_one_main_grad_needs_one_weight(kind) -> None:
+    split = {"parameters_split": ("q", "k"), "device": "cpu", "name": "fc"}
+    text = r"one weight with fuse_wgrad_accumulation=True, got .* q_weight, k_weight \(layer fc\)"
+    with pytest.raises(ValueError, match=text):
+        kind(16, 32, fuse_wgrad_accumulation=True, **split)
+    with pytest.raises(ValueError, match=text):
+        kind(16, 32, **split).fuse_wgrad_accumulation = True
+
+
 def test_parameters_split_that_does_not_add_up() -> None:
     with pytest.raises(ValueError, match=r"add up to out_features=48, got \{'q': 32, 'k': 8\}"):
         te.Linear(32, 48, parameters_split={"q": 32, "k": 8}, device="cpu")

@@ -195,3 +195,12 @@ def test_weights_of_a_linear_may_be_assigned(device: str) -> None:
 def test_refusals(run: Callable[[], object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         run()
+
+
+@pytest.mark.parametrize("make", [ops.GELU, ops.SwiGLU, lambda: te.Linear(32, 32)])
+def test_gradients_of_gradients_are_an_error_in_words(make, device: str) -> None:
+    """Of the second backward; the first one may keep its graph."""
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(make().to(device)(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
+        grad.sum().backward()

@@ -321,6 +321,15 @@ def test_strides_of_parameters_and_gradients_change_nothing(dtype, capturable, d
         assert_bitwise(p.detach().contiguous(), q.detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sgd_steps_all_of_a_parameter(dtype, device):
+    """As many elements as the vectors of a processor."""
+    parameter = nn.Parameter(torch.ones(64, dtype=dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    FusedSGD([parameter], lr=0.5).step()
+    assert_bitwise(parameter.detach(), torch.full_like(parameter.detach(), 0.5))
+
+
 def test_sgd_steps_parameters_of_any_strides(device):
     own = [nn.Parameter(x.to(device)) for x in strided((5, 7), 0)]
     plain = [nn.Parameter(p.detach().contiguous()) for p in own]

@@ -62,7 +62,8 @@ class LayerNormLinear(SingleGemmModule):
         tp_size: how many ranks that group has.
         parallel_mode: None or `"column"`: each rank has some of the outputs. A norm cannot be
             shared as `"row"` would ask.
-        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; not with a weight
+            that `parameters_split` splits.
         delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
             computes those of weights and of biases when it is called, once for each backward.
         return_bias: return the bias instead of adding it.
@@ -137,6 +138,7 @@ class LayerNormLinear(SingleGemmModule):
 
         sizes = split_sizes(parameters_split, out_features, "LayerNormLinear")
         self._split = SplitLinearParameters(sizes, shared, out_features, bias)
+        self._check_fusing(fuse_wgrad_accumulation)
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         norm = norm_parameters(
             normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"

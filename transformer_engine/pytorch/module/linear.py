@@ -40,9 +40,18 @@ class SingleGemmModule(TransformerEngineBaseModule):
 
     @fuse_wgrad_accumulation.setter
     def fuse_wgrad_accumulation(self, value: bool) -> None:
+        self._check_fusing(value)
         self.chain.matmuls[0].fuse_wgrad = value
         self.chain.settings_changed()
         self.drop_plans()
+
+    def _check_fusing(self, fuse_wgrad_accumulation: bool) -> None:
+        names = self._split.weight_names
+        if fuse_wgrad_accumulation and len(names) > 1:
+            raise ValueError(
+                f"[{type(self).__name__}] expected one weight with fuse_wgrad_accumulation=True,"
+                f" got parameters_split into {', '.join(names)} (layer {self.name})"
+            )
 
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
@@ -75,7 +84,8 @@ class Linear(SingleGemmModule):
         tp_size: how many ranks that group has.
         parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
             inputs, and outputs are summed over the ranks; None: the ranks do not share it.
-        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; not with a weight
+            that `parameters_split` splits.
         delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
             computes those of weights and of biases when it is called, once for each backward.
         return_bias: return `(y without bias, bias)`.
@@ -140,6 +150,7 @@ class Linear(SingleGemmModule):
 
         sizes = split_sizes(parameters_split, out_features, "Linear")
         self._split = SplitLinearParameters(sizes, shared, out_features, bias)
+        self._check_fusing(fuse_wgrad_accumulation)
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         specs = self._split.specs(self.in_features, init_method or default_init_method)
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)

@@ -325,8 +325,19 @@ class SplitLinearParameters:
         if count == 1:
             weight, bias = tensors
             return weight, bias
-        weight = torch.cat(tensors[:count])
-        return weight, torch.cat(tensors[count:]) if self.bias_names else None
+        weight = _joined(tensors[:count])
+        return weight, _joined(tensors[count:]) if self.bias_names else None
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts along dim 0; without autograd it still says whether they need a gradient.
+
+    The first forward of a checkpoint, which runs without, prepares what their backward will read.
+    """
+    whole = torch.cat([*parts])
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        whole.requires_grad_(any([part.requires_grad for part in parts]))
+    return whole
 
 
 def _suffixed(part: str, kind: str) -> str:

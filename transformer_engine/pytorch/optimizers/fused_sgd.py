@@ -13,8 +13,8 @@ from transformer_engine.pytorch.optimizers.arguments import refuse_others
 class FusedSGD(torch.optim.SGD):
     """`torch.optim.SGD(fused=True)`.
 
-    DTensors and parameters that are not contiguous, which the fused kernel cannot take, are stepped
-    without it.
+    DTensors, parameters that are not contiguous and those of 16 bits on a CPU are stepped without
+    the fused kernel: it cannot take the first two, and of the last it leaves most as they were.
 
     Args:
         params: parameters, or groups of them.
@@ -69,5 +69,11 @@ class FusedSGD(torch.optim.SGD):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if any(hasattr(p, "device_mesh") or not p.is_contiguous() for p in group["params"]):
+        if not all(_fused_steps(p) for p in group["params"]):
             group["fused"] = self._step_supports_amp_scaling = False
+
+
+def _fused_steps(parameter: torch.Tensor) -> bool:
+    """Whether the fused kernel steps a parameter, and does so rightly (pytorch issue 191763)."""
+    small_on_cpu = parameter.device.type == "cpu" and parameter.itemsize < 4
+    return not (small_on_cpu or hasattr(parameter, "device_mesh") or not parameter.is_contiguous())
