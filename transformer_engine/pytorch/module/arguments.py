@@ -60,7 +60,9 @@ def refuse_keywords(
     )
 
 
-def check_keywords(method: Callable[..., Any], keywords: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(
+    method: Callable[..., Any], keywords: Iterable[str], known: Iterable[str]
+) -> None:
     """Raise TypeError unless all of a call's further keywords are known."""
     if any([name not in known for name in keywords]):
         refuse_keywords(method, {*keywords} - {*known}, known)
