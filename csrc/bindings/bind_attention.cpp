@@ -169,7 +169,7 @@ std::string refusal(const std::array<Sizes, 3>& sizes, int dtype, int device,
   const AttentionArgs args =
       arguments({query, key, value}, settings, {1.0f, dropout}, {ends, ends, {}, {}},
                 {of(bias), of_sink, {}}, {of(out), statistics});
-  std::string reason = attention_refusal(args, nullptr);
+  std::string reason = cuda::attention_refusal(args, nullptr);
   if (!reason.empty() || !training) return reason;
   const AttentionGradients gradients{.out = args.out,
                                      .query = query,
@@ -177,7 +177,7 @@ std::string refusal(const std::array<Sizes, 3>& sizes, int dtype, int device,
                                      .value = value,
                                      .bias = bias_grad ? args.bias : TensorView{},
                                      .sink = sink_grad ? args.sink : TensorView{}};
-  return attention_refusal(args, &gradients);
+  return cuda::attention_refusal(args, &gradients);
 }
 
 // The same for FP8; `format` is that of gradients, None where the backward is another.
@@ -191,7 +191,7 @@ std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Set
       imagined(with_statistics ? Sizes{1} : Sizes{}, DType::Float32, device);
   AttentionArgs args = arguments(inputs, settings, {1.0f, 0.0f}, {}, {}, {of(out), statistics});
   args.fp8.scales = imagined({6, 2}, DType::Float32, device);
-  std::string reason = attention_refusal(args, nullptr);
+  std::string reason = cuda::attention_refusal(args, nullptr);
   if (!reason.empty() || !format) return reason;
   const auto codes = [&](const TensorView& t) {
     return with_format(t, static_cast<DType>(*format));
@@ -202,7 +202,7 @@ std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Set
                                      .value = codes(inputs[2]),
                                      .bias = {},
                                      .sink = {}};
-  return attention_refusal(args, &gradients);
+  return cuda::attention_refusal(args, &gradients);
 }
 
 }  // namespace

@@ -32,7 +32,6 @@ void bind_runtime(pybind11::module_& m) {
       rows.emplace_back(one.part, one.reason, one.command);
     return rows;
   });
-  m.def("cuda_device_count", &cuda::device_count);
   m.def(
       "device_limits", [](int index) { return named(cuda::limits_of_device(index)); },
       py::arg("index"));
@@ -56,7 +55,6 @@ void bind_runtime(pybind11::module_& m) {
       py::arg("shared_bytes"));
   m.def("set_library_path", &cuda::set_library_path, pybind11::arg("name"), pybind11::arg("path"));
   m.def("set_num_threads", &set_num_threads, pybind11::arg("count"));
-  m.def("num_threads", &num_threads);
 }
 
 }  // namespace te::bindings

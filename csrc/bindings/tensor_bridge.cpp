@@ -1,7 +1,6 @@
 #include "bindings/tensor_bridge.h"
 
 #include <algorithm>
-#include <atomic>
 #include <unordered_map>
 
 #include "bindings/dlpack_abi.h"
@@ -11,24 +10,9 @@ namespace {
 
 constexpr const char* kOp = "tensor";
 
-std::atomic<bool> g_exchange_api{true};
-
-// Python objects that the attribute way needs, made once and kept for the life of the process
-// (destroying them after the interpreter has ended would crash).
-struct TorchNames {
-  py::object data_ptr{py::str("data_ptr")}, shape{py::str("shape")}, stride{py::str("stride")};
-  py::object dtype{py::str("dtype")}, device{py::str("device")}, type{py::str("type")};
-  py::object index{py::str("index")};
-};
-
-const TorchNames& names() {
-  static const auto* names = new TorchNames;
-  return *names;
-}
-
-bool is_torch_tensor(py::handle object) {
-  static const auto* tensor_type = new py::object(py::module_::import("torch").attr("Tensor"));
-  return py::isinstance(object, *tensor_type);
+const py::object& tensor_type() {
+  static const auto* type = new py::object(py::module_::import("torch").attr("Tensor"));
+  return *type;
 }
 
 const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
@@ -136,89 +120,23 @@ void view_through_api(const dlpack::ExchangeApi& api, py::handle object, TensorV
   out.data = t.data != nullptr ? static_cast<char*>(t.data) + t.byte_offset : nullptr;
 }
 
-DType dtype_from_torch(py::handle dtype) {
-  static const auto* table = [] {
-    auto* map = new std::unordered_map<PyObject*, DType>;
-    const py::module_ torch = py::module_::import("torch");
-    const auto add = [&](const char* name, DType t) {
-      if (py::hasattr(torch, name)) map->emplace(torch.attr(name).ptr(), t);
-    };
-    add("float32", DType::Float32);
-    add("float16", DType::Float16);
-    add("bfloat16", DType::BFloat16);
-    add("float64", DType::Float64);
-    add("uint8", DType::UInt8);
-    add("int32", DType::Int32);
-    add("int64", DType::Int64);
-    add("bool", DType::Bool);
-    add("float8_e4m3fn", DType::Float8E4M3);
-    add("float8_e5m2", DType::Float8E5M2);
-    return map;
-  }();
-  const auto found = table->find(dtype.ptr());
-  require(found != table->end(), Kind::Type, kOp,
-          "expected float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, uint8, "
-          "int32, int64 or bool, got ",
-          std::string(py::str(dtype)));
-  return found->second;
-}
-
-Device device_from_torch(py::handle device) {
-  const auto type = py::cast<std::string>(device.attr(names().type));
-  if (type == "cpu") return {};
-  require(type == "cuda", Kind::Type, kOp, "expected a tensor on cpu or cuda, got one on ", type);
-  const py::object index = device.attr(names().index);
-  return {DeviceType::CUDA, index.is_none() ? 0 : py::cast<int32_t>(index)};
-}
-
-void view_through_attributes(py::handle object, TensorView& out) {
-  try {
-    out.dtype = dtype_from_torch(object.attr(names().dtype));
-    out.device = device_from_torch(object.attr(names().device));
-    const py::tuple sizes = object.attr(names().shape);
-    const py::tuple strides = object.attr(names().stride)();
-    set_rank(out, static_cast<int64_t>(sizes.size()));
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      out.sizes[i] = py::cast<int64_t>(sizes[i]);
-      out.strides[i] = py::cast<int64_t>(strides[i]);
-    }
-    const auto address = py::cast<uintptr_t>(object.attr(names().data_ptr)());
-    out.data = reinterpret_cast<void*>(address);
-  } catch (const py::error_already_set&) {
-    fail(Kind::Type, kOp, "expected a dense tensor on cpu or cuda, got a ",
-         Py_TYPE(object.ptr())->tp_name, " that has no memory to point at (meta, sparse, ...)");
-  }
-}
-
-Stream stream_from_torch(Device device) {
-  static const auto* getter =
-      new py::object(py::module_::import("torch").attr("_C").attr("_cuda_getCurrentRawStream"));
-  return {reinterpret_cast<void*>(py::cast<uintptr_t>((*getter)(device.index)))};
-}
-
 }  // namespace
 
-bool exchange_api_enabled() { return g_exchange_api; }
-void enable_exchange_api(bool enabled) { g_exchange_api = enabled; }
-
 bool view_of(py::handle object, TensorView& out) {
-  const dlpack::ExchangeApi* api = g_exchange_api ? cached_api_of(Py_TYPE(object.ptr())) : nullptr;
-  if (api != nullptr) {
-    view_through_api(*api, object, out);
-  } else {
-    if (!is_torch_tensor(object)) return false;
-    view_through_attributes(object, out);
+  const dlpack::ExchangeApi* api = cached_api_of(Py_TYPE(object.ptr()));
+  if (api == nullptr) {  // quantized tensors hide it
+    if (!py::isinstance(object, tensor_type())) return false;
+    api = cached_api_of(reinterpret_cast<PyTypeObject*>(tensor_type().ptr()));
   }
+  view_through_api(*api, object, out);
   guard(out, object);
   return true;
 }
 
 Stream current_stream(Device device) {
   if (device.type == DeviceType::CPU) return {};
-  static const auto* tensor_type = new py::object(py::module_::import("torch").attr("Tensor"));
   const dlpack::ExchangeApi* api =
-      g_exchange_api ? cached_api_of(reinterpret_cast<PyTypeObject*>(tensor_type->ptr())) : nullptr;
-  if (api == nullptr || api->current_stream == nullptr) return stream_from_torch(device);
+      cached_api_of(reinterpret_cast<PyTypeObject*>(tensor_type().ptr()));
   Stream stream;
   if (api->current_stream(static_cast<int32_t>(device.type), device.index, &stream.handle) != 0)
     throw py::error_already_set();
@@ -252,8 +170,6 @@ void bind_tensor_bridge(py::module_& m) {
   m.def(
       "_nop", [](const TensorView&, const TensorView&, const TensorView&) {}, py::arg("a"),
       py::arg("b"), py::arg("c"));
-  m.def("exchange_api_enabled", &exchange_api_enabled);
-  m.def("enable_exchange_api", &enable_exchange_api, py::arg("enabled"));
 }
 
 }  // namespace te::bridge

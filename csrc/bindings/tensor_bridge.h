@@ -1,8 +1,8 @@
 // The one place where a torch.Tensor becomes a TensorView, and where its current stream is found.
 //
-// Two ways in: DLPack's C exchange API (torch >= 2.10, about 40 ns a tensor) and attribute reads
-// (older torch). Both end in the same guard: supported dtype, cpu or cuda, and data behind every
-// element. Function arguments of type TensorView accept a tensor or None (an absent view).
+// By DLPack's C exchange API, about 40 ns a tensor. A guard follows: supported dtype, cpu or cuda,
+// and data behind every element. Function arguments of type TensorView accept a tensor or None (an
+// absent view).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,10 +19,6 @@ bool view_of(py::handle object, TensorView& out);
 
 // The stream that torch would launch on for this device; null on the CPU.
 Stream current_stream(Device device);
-
-// Tests read and set which way is taken.
-bool exchange_api_enabled();
-void enable_exchange_api(bool enabled);
 
 void bind_tensor_bridge(py::module_& m);
 

@@ -1,4 +1,4 @@
-// FP8 codecs: E4M3 (no infinity, NaN = 0x7f), E5M2 (IEEE-like) and E8M0 (power-of-two scales).
+// FP8 codecs: E4M3 (no infinity, NaN = 0x7f) and E5M2 (IEEE-like).
 // Encoding rounds to nearest even and saturates to the largest finite value, infinities included;
 // NaN stays NaN (code 0x7f with sign 0 for both formats). The integer text below is the meaning;
 // from compute capability 8.9 on the hardware conversion gives the same codes
@@ -90,28 +90,6 @@ struct E5M2 {
       return sign ? -magnitude : magnitude;
     }
     return bits_float(sign | ((exponent + 112u) << 23) | (mantissa << 21));
-  }
-};
-
-// E8M0 holds 2^(code - 127); 0xff is NaN. Encoding rounds the exponent up, so that a block whose
-// scale it becomes never overflows: 0 -> 0, NaN -> 0xff, infinity -> 0xfe.
-struct E8M0 {
-  TE_HD static uint8_t encode(float value) {
-    const uint32_t u = float_bits(value);
-    const uint32_t magnitude = u & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return 0xff;
-    if (magnitude == 0x7f800000u) return 0xfe;
-    if (magnitude == 0 || (u >> 31) != 0) return 0;
-    const uint32_t exponent = magnitude >> 23;
-    const uint32_t mantissa = magnitude & 0x7fffffu;
-    if (exponent == 0) return mantissa > 0x400000u ? 1 : 0;  // code 0 is 2^-127
-    const uint32_t up = exponent + (mantissa != 0 ? 1u : 0u);
-    return static_cast<uint8_t>(up > 0xfeu ? 0xfeu : up);
-  }
-  TE_HD static float decode(uint8_t code) {
-    if (code == 0xff) return bits_float(0x7fc00000u);
-    if (code == 0) return bits_float(0x00400000u);
-    return bits_float(static_cast<uint32_t>(code) << 23);
   }
 };
 

@@ -118,12 +118,10 @@ Pool& pool() {
 
 void set_num_threads(int count) { g_threads = std::max(1, count); }
 
-int num_threads() { return g_threads; }
-
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   const int64_t wanted = std::max<int64_t>(1, count / std::max<int64_t>(1, grain));
-  const int64_t parts = std::min<int64_t>(wanted, num_threads());
+  const int64_t parts = std::min<int64_t>(wanted, g_threads);
   if (parts == 1) return body(0, count);
   std::fenv_t rounding;
   std::fegetenv(&rounding);

@@ -9,7 +9,6 @@ namespace te {
 
 // How many threads a loop may use; Python sets it from torch.get_num_threads(). At least 1.
 void set_num_threads(int count);
-int num_threads();
 
 // Calls body(first, last) on disjoint parts of [0, count), each at least `grain` long, which depend
 // on nothing but the three numbers. Exceptions of a part are rethrown here. Several threads may

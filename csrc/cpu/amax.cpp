@@ -3,19 +3,12 @@
 
 #include <cmath>
 
-#include "core/scaling.h"
-#include "cpu/parallel_max.h"
+#include "cpu/row_sink.h"
 
 namespace te::cpu {
 namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 17;
-
-void write_scales(const CurrentScale& rule, float amax) {
-  const float scale = current_scale(amax, max_of(rule.dtype), rule.epsilon, rule.power_of_2);
-  rule.scales.ptr<float>()[0] = divide(1.0f, scale);
-  rule.scales.ptr<float>()[1] = scale;
-}
 
 void amax_of(const AmaxArgs& args) {
   const float amax = dispatch_high_precision(args.x.dtype, "amax", [&](auto in) {
@@ -28,8 +21,7 @@ void amax_of(const AmaxArgs& args) {
       return part;
     });
   });
-  if (args.scale.amax) *args.scale.amax.ptr<float>() = amax;
-  if (args.scale) write_scales(args.scale, amax);
+  keep_current(args.scale, amax);
 }
 
 }  // namespace

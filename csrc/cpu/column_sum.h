@@ -26,4 +26,14 @@ void column_sum(const TensorView& out, int64_t rows, int64_t cols, Value&& value
   });
 }
 
+// Of a tensor of fp32, fp16 or bf16.
+inline void column_sum(const TensorView& out, const TensorView& x) {
+  dispatch_high_precision(x.dtype, "column_sum", [&](auto tag) {
+    const auto* values = x.ptr<typename decltype(tag)::type>();
+    const int64_t cols = x.cols();
+    column_sum(out, x.rows(), cols,
+               [&](int64_t i, int64_t j) { return static_cast<float>(values[i * cols + j]); });
+  });
+}
+
 }  // namespace te::cpu

@@ -71,13 +71,8 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args) {
   const RowSink sink(rows, classes, args.dx, args.codes, {});
   dispatch_high_precision(args.logits.dtype, "cross_entropy_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    parallel_for(rows, grain_of(classes), [&](int64_t first, int64_t last) {
-      std::vector<float> dx(static_cast<size_t>(classes));
-      for (int64_t row = first; row < last; ++row) {
-        backward_row<T>(args, row, dx);
-        sink.write(row, dx);
-      }
-    });
+    sink.write_all(grain_of(classes),
+                   [&](int64_t row, std::vector<float>& dx) { backward_row<T>(args, row, dx); });
   });
 }
 

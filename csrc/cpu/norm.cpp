@@ -9,7 +9,6 @@
 
 #include "core/parallel.h"
 #include "cpu/column_sum.h"
-#include "cpu/parallel_max.h"
 #include "cpu/row_sink.h"
 
 namespace te::cpu {
@@ -76,20 +75,14 @@ void forward(const NormForwardArgs& args) {
   const Row gamma = to_float(args.gamma, args.zero_centered ? 1.0f : 0.0f);
   const Row beta = to_float(args.beta, 0.0f);
   const RowSink sink(rows, cols, args.y, args.quantized, args.current);
-  sink.finish(parallel_max(rows, row_grain(cols), [&](int64_t first, int64_t last) {
-    Row row(static_cast<size_t>(cols));
-    float amax = 0.0f;
-    for (int64_t i = first; i < last; ++i) {
-      load(args.x.ptr<In>() + i * cols, row);
-      if (args.mean) args.mean.ptr<float>()[i] = static_cast<float>(subtract_mean(row));
-      const float rstd = reciprocal_deviation(row, args.epsilon);
-      args.rstd.ptr<float>()[i] = rstd;
-      for (size_t j = 0; j < row.size(); ++j) row[j] = row[j] * rstd * gamma[j];
-      for (size_t j = 0; j < beta.size(); ++j) row[j] += beta[j];
-      amax = std::max(amax, sink.write(i, row));
-    }
-    return amax;
-  }));
+  sink.write_all(row_grain(cols), [&](int64_t i, Row& row) {
+    load(args.x.ptr<In>() + i * cols, row);
+    if (args.mean) args.mean.ptr<float>()[i] = static_cast<float>(subtract_mean(row));
+    const float rstd = reciprocal_deviation(row, args.epsilon);
+    args.rstd.ptr<float>()[i] = rstd;
+    for (size_t j = 0; j < row.size(); ++j) row[j] = row[j] * rstd * gamma[j];
+    for (size_t j = 0; j < beta.size(); ++j) row[j] += beta[j];
+  });
 }
 
 // dx = rstd * (g * dy - mean(g * dy) - xhat * mean(g * dy * xhat)), without the first mean in
@@ -144,8 +137,7 @@ void backward_params(const NormBackwardArgs& args) {
     return static_cast<float>(dy[i * cols + j]) * xhat;
   });
   if (!args.dbeta) return;
-  column_sum(args.dbeta, rows, cols,
-             [&](int64_t i, int64_t j) { return static_cast<float>(dy[i * cols + j]); });
+  column_sum(args.dbeta, args.dy);
 }
 
 }  // namespace

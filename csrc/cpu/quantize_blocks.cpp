@@ -106,13 +106,8 @@ void quantize_blocks(const QuantizeBlocksArgs& args) {
                        quantize_tile<In, Fp8>(args, Tile(i / tile_cols, i % tile_cols, x));
                    });
     });
-    if (args.dbias) {
-      const In* values = x.ptr<In>();
-      column_sum(args.dbias, x.rows(), x.cols(), [&](int64_t i, int64_t j) {
-        return static_cast<float>(values[i * x.cols() + j]);
-      });
-    }
   });
+  if (args.dbias) column_sum(args.dbias, x);
   clear_padding(args.rowwise, args.blocks);
   clear_padding(args.columnwise, args.blocks);
 }

@@ -62,12 +62,15 @@ void RowSink::finish(float amax) const {
     float* stored = quantized_.amax.ptr<float>();
     *stored = max_ignoring_nan(*stored, amax);
   }
-  if (!current_) return;
-  if (current_.amax) *current_.amax.ptr<float>() = amax;
-  const float scale =
-      current_scale(amax, max_of(current_.dtype), current_.epsilon, current_.power_of_2);
-  current_.scales.ptr<float>()[0] = divide(1.0f, scale);
-  current_.scales.ptr<float>()[1] = scale;
+  keep_current(current_, amax);
+}
+
+void keep_current(const CurrentScale& rule, float amax) {
+  if (rule.amax) *rule.amax.ptr<float>() = amax;
+  if (!rule) return;
+  const float scale = current_scale(amax, max_of(rule.dtype), rule.epsilon, rule.power_of_2);
+  rule.scales.ptr<float>()[0] = divide(1.0f, scale);
+  rule.scales.ptr<float>()[1] = scale;
 }
 
 }  // namespace te::cpu

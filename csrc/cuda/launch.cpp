@@ -26,13 +26,4 @@ DeviceGuard::~DeviceGuard() {
 
 bool built_with_cuda() { return true; }
 
-int device_count() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();
-    return 0;
-  }
-  return count;
-}
-
 }  // namespace te::cuda

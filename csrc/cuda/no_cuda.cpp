@@ -37,7 +37,6 @@ namespace {
 }  // namespace
 
 bool built_with_cuda() { return false; }
-int device_count() { return 0; }
 DeviceLimits limits_of_device(int) { absent("device limits"); }
 void set_device_switches(const DeviceSwitches&) {}
 void set_library_path(std::string, std::string) {}

@@ -9,7 +9,6 @@
 namespace te::cuda {
 
 bool built_with_cuda();
-int device_count();  // 0 where there is no driver or no device
 
 // What kernels and products may use of device `index`. Throws Kind::Unsupported where this build
 // has no code for it.

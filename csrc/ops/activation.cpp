@@ -28,8 +28,7 @@ void check_parameters(const ActivationParameters& p, std::string_view op) {
 void check_input(ActivationKind kind, const ActivationParameters& parameters, const TensorView& x,
                  std::string_view op) {
   if (kind == ActivationKind::ClampedSwiglu) check_parameters(parameters, op);
-  check::high_precision(x, op, "x");
-  check::contiguous(x, op, "x");
+  check::input(x, op, "x");
   require(!is_gated(kind) || x.cols() % 2 == 0, Kind::Value, op,
           "expected an even last size of x, which a gated activation halves, got shape ",
           ShapeOf{x});
@@ -44,10 +43,7 @@ TensorView half_of(ActivationKind kind, const TensorView& x) {
 
 void check_result(const Result& result, const TensorView& like, std::string_view op,
                   std::string_view name) {
-  if (result.plain) {
-    check::same_shape(result.plain, like, op, name);
-    check::dtype(result.plain, like.dtype, op, name);
-  }
+  if (result.plain) check::alike(result.plain, like.dtype, like, op, name);
   if (result.quantized) check::quantized(result.quantized, like.rows(), like.cols(), like, op);
   check::running_amax(result.quantized, like, op);
   check::tile_moments(result.moments, like, op);
@@ -81,16 +77,13 @@ void activation_forward(const ActivationForwardArgs& args, Stream stream) {
   check_result(
       {args.y, args.quantized, args.current, args.moments, activation_takes_moments(args.x, {})},
       half_of(args.kind, args.x), kOp, "y");
-  on_device(
-      args.x, [&] { cpu::activation_forward(args); },
-      [&] { cuda::activation_forward(args, stream); });
+  on_device<cpu::activation_forward, cuda::activation_forward>(args.x, args, stream);
 }
 
 void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
   constexpr const char* kOp = "activation_backward";
   check_input(args.kind, args.parameters, args.x, kOp);
-  check::same_shape(args.dy, half_of(args.kind, args.x), kOp, "dy");
-  check::dtype(args.dy, args.x.dtype, kOp, "dy");
+  check::alike(args.dy, args.x.dtype, half_of(args.kind, args.x), kOp, "dy");
   require(args.dx || args.quantized || args.dbias, Kind::Value, kOp,
           "expected dx, an FP8 output or dbias, got none of them");
   check_result({args.dx, args.quantized, args.current, args.moments,
@@ -98,9 +91,7 @@ void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
                args.x, kOp, "dx");
   check::dbias(args.dbias, args.workspace, args.x, kOp);
   if (args.again) check_again(args, kOp);
-  on_device(
-      args.x, [&] { cpu::activation_backward(args); },
-      [&] { cuda::activation_backward(args, stream); });
+  on_device<cpu::activation_backward, cuda::activation_backward>(args.x, args, stream);
 }
 
 }  // namespace te

@@ -13,24 +13,17 @@ void check_rule(const CurrentScale& scale, const char* op) {
           "expected a finite epsilon of at least 0, got ", scale.epsilon);
 }
 
-void check_one(const TensorView& t, const TensorView& like, const char* op, const char* name) {
-  check::vector(t, 1, DType::Float32, op, name);
-  check::same_device(t, like, op, name);
-}
-
 void check_tensor(const AmaxArgs& args, const TensorView& like, const char* op) {
   const TensorView& x = args.x;
-  check::high_precision(x, op, "x");
-  check::contiguous(x, op, "x");
+  check::input(x, op, "x");
   check::dtype(x, like.dtype, op, "x");
   check::same_device(x, like, op, "x");
   if (args.scale) {
     check_rule(args.scale, op);
     check::current_scale(args.scale, x, op);
   } else {
-    check_one(args.scale.amax, x, op, "amax");
-    check::vector(args.scale.scratch, 2, DType::Int32, op, "the amax scratch");
-    check::same_device(args.scale.scratch, x, op, "the amax scratch");
+    check::vector(args.scale.amax, 1, DType::Float32, x, op, "amax");
+    check::vector(args.scale.scratch, 2, DType::Int32, x, op, "the amax scratch");
   }
 }
 
@@ -41,8 +34,7 @@ void amax(std::span<const AmaxArgs> all, Stream stream) {
   require(!all.empty(), Kind::Value, kOp, "expected tensors, got none");
   const TensorView& first = all.front().x;
   for (const AmaxArgs& args : all) check_tensor(args, first, kOp);
-  on_device(
-      first, [&] { cpu::amax(all); }, [&] { cuda::amax(all, stream); });
+  on_device<cpu::amax, cuda::amax>(first, all, stream);
 }
 
 }  // namespace te

@@ -47,12 +47,9 @@ void check_sequences(const AttentionArgs& args) {
   const int64_t count = packed ? query_sequences.ends.numel()
                                : args.query.size(args.settings.format == AttentionFormat::Sbhd) + 1;
   for (const auto* side : {&query_sequences, &key_sequences}) {
-    check::vector(side->ends, count, DType::Int32, kOp, "the ends of sequences");
-    check::same_device(side->ends, args.query, kOp, "the ends of sequences");
-    if (side->starts) {
-      check::vector(side->starts, count, DType::Int32, kOp, "the starts of sequences");
-      check::same_device(side->starts, args.query, kOp, "the starts of sequences");
-    }
+    check::vector(side->ends, count, DType::Int32, args.query, kOp, "the ends of sequences");
+    if (side->starts)
+      check::vector(side->starts, count, DType::Int32, args.query, kOp, "the starts of sequences");
     require(!packed || (count > 1 && side->longest > 0), Kind::Value, kOp,
             "expected at least one sequence and the length of the longest, got ", count - 1,
             " and ", side->longest);
@@ -81,17 +78,11 @@ void check_extras(const AttentionArgs& args) {
     check::same_device(args.bias, args.query, kOp, "the bias");
     check_bias(args);
   }
-  if (args.sink) {
-    check::vector(args.sink, heads, DType::Float32, kOp, "the sink");
-    check::same_device(args.sink, args.query, kOp, "the sink");
-  }
+  if (args.sink) check::vector(args.sink, heads, DType::Float32, args.query, kOp, "the sink");
   const bool drops = args.settings.dropout > 0.0f;
   require(drops == static_cast<bool>(args.seed), Kind::Value, kOp,
           "expected a seed with dropout and none without, got dropout ", args.settings.dropout);
-  if (drops) {
-    check::vector(args.seed, 2, DType::Int64, kOp, "the seed");
-    check::same_device(args.seed, args.query, kOp, "the seed");
-  }
+  if (drops) check::vector(args.seed, 2, DType::Int64, args.query, kOp, "the seed");
 }
 
 // The result or its gradient: contiguous, heads of the query, size of the value.
@@ -109,9 +100,8 @@ void check_out(const TensorView& out, DType dtype, const AttentionArgs& args,
 void check_results(const AttentionArgs& args) {
   check_out(args.out, args.query.dtype, args, "the result");
   if (!args.statistics) return;
-  check::vector(args.statistics, args.out.numel() / args.out.size(-1), DType::Float32, kOp,
-                "the statistics");
-  check::same_device(args.statistics, args.query, kOp, "the statistics");
+  check::vector(args.statistics, args.out.numel() / args.out.size(-1), DType::Float32, args.query,
+                kOp, "the statistics");
 }
 
 // Gradients may be parts of one tensor, as the inputs may. Those of padded sequences are cleared by
@@ -139,10 +129,8 @@ void check_gradients(const AttentionArgs& args, const AttentionGradients& gradie
   check_gradient(gradients.query, args.query, args, dtype, "the gradient of query");
   check_gradient(gradients.key, args.key, args, dtype, "the gradient of key");
   check_gradient(gradients.value, args.value, args, dtype, "the gradient of value");
-  if (gradients.bias) {
-    check::same_shape(gradients.bias, args.bias, kOp, "the gradient of the bias");
-    check::dtype(gradients.bias, args.query.dtype, kOp, "the gradient of the bias");
-  }
+  if (gradients.bias)
+    check::alike(gradients.bias, args.query.dtype, args.bias, kOp, "the gradient of the bias");
   if (gradients.sink) check::same_shape(gradients.sink, args.sink, kOp, "the gradient of the sink");
 }
 
@@ -159,10 +147,6 @@ void check_fp8(const AttentionArgs& args, bool backward) {
 }
 
 }  // namespace
-
-std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients) {
-  return cuda::attention_refusal(args, gradients);
-}
 
 int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
                                   Stream stream) {

@@ -83,10 +83,6 @@ struct AttentionGradients {
 
 // All entries: the forward where `gradients` is null, else the backward.
 
-// Why cuDNN does not take a problem, "" where it does; only sizes, strides, dtypes and devices of
-// the views are looked at.
-std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients);
-
 // Scratch memory that a call needs; builds the graph of the call where there is none yet. Throws
 // Kind::Unsupported with the reason where cuDNN refuses, and Kind::Runtime where a graph would have
 // to be built while the stream is captured.
@@ -102,7 +98,10 @@ namespace cuda {
 // Graphs built so far.
 int64_t attention_graph_count();
 
+// Why cuDNN does not take a problem, "" where it does; only sizes, strides, dtypes and devices of
+// the views are looked at.
 std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients);
+
 int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
                                   Stream stream);
 void attention(const AttentionArgs& args, const AttentionGradients* gradients,

@@ -50,6 +50,29 @@ void vector(const TensorView& t, int64_t count, DType expected, std::string_view
           ", got shape ", ShapeOf{t});
 }
 
+void vector(const TensorView& t, int64_t count, DType expected, const TensorView& like,
+            std::string_view op, std::string_view name) {
+  vector(t, count, expected, op, name);
+  same_device(t, like, op, name);
+}
+
+void input(const TensorView& t, std::string_view op, std::string_view name) {
+  high_precision(t, op, name);
+  contiguous(t, op, name);
+}
+
+void alike(const TensorView& t, DType expected, const TensorView& like, std::string_view op,
+           std::string_view name) {
+  dtype(t, expected, op, name);
+  same_shape(t, like, op, name);
+}
+
+void values_like(const TensorView& t, const TensorView& like, std::string_view op,
+                 std::string_view name) {
+  high_precision(t, op, name);
+  same_shape(t, like, op, name);
+}
+
 void codes(const TensorView& t, int64_t rows, int64_t cols, const TensorView& like,
            std::string_view op, std::string_view name) {
   contiguous(t, op, name);
@@ -84,8 +107,7 @@ void workspace(const TensorView& t, int64_t needed, const TensorView& like, std:
 
 void running_amax(const QuantizedView& q, const TensorView& like, std::string_view op) {
   if (!q.amax) return;
-  vector(q.amax, 1, DType::Float32, op, "amax");
-  same_device(q.amax, like, op, "amax");
+  vector(q.amax, 1, DType::Float32, like, op, "amax");
 }
 
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
@@ -93,12 +115,8 @@ void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorV
   require(is_fp8(q.dtype), Kind::Type, op, "expected an FP8 format, got ", q.dtype);
   if (q.rowwise) codes(q.rowwise, rows, cols, like, op, "the row-wise output");
   if (q.columnwise) codes(q.columnwise, cols, rows, like, op, "the column-wise output");
-  vector(q.scales, 2, DType::Float32, op, "scales");
-  same_device(q.scales, like, op, "scales");
-  if (q.scale) {
-    vector(q.scale, 1, DType::Float32, op, "scale");
-    same_device(q.scale, like, op, "scale");
-  }
+  vector(q.scales, 2, DType::Float32, like, op, "scales");
+  if (q.scale) vector(q.scale, 1, DType::Float32, like, op, "scale");
   running_amax(q, like, op);
 }
 
@@ -112,29 +130,19 @@ void dbias(const TensorView& t, const TensorView& memory, const TensorView& like
            std::string_view op) {
   if (!t) return;
   high_precision(t, op, "dbias");
-  vector(t, like.cols(), t.dtype, op, "dbias");
-  same_device(t, like, op, "dbias");
+  vector(t, like.cols(), t.dtype, like, op, "dbias");
   column_sum_workspace(memory, like, like.rows(), like.cols(), op);
 }
 
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op) {
-  vector(s.scales, 2, DType::Float32, op, "scales");
-  same_device(s.scales, like, op, "scales");
-  vector(s.scratch, 2, DType::Int32, op, "the amax scratch");
-  same_device(s.scratch, like, op, "the amax scratch");
-  if (s.amax) {
-    vector(s.amax, 1, DType::Float32, op, "amax");
-    same_device(s.amax, like, op, "amax");
-  }
+  vector(s.scales, 2, DType::Float32, like, op, "scales");
+  vector(s.scratch, 2, DType::Int32, like, op, "the amax scratch");
+  if (s.amax) vector(s.amax, 1, DType::Float32, like, op, "amax");
 }
 
 void moments(const MomentsSink& out, int fields, const TensorView& like, std::string_view op) {
-  vector(out.row, fields, DType::Float64, op, "the moments row");
-  same_device(out.row, like, op, "the moments row");
-  if (out.active) {
-    vector(out.active, 1, DType::Int32, op, "active");
-    same_device(out.active, like, op, "active");
-  }
+  vector(out.row, fields, DType::Float64, like, op, "the moments row");
+  if (out.active) vector(out.active, 1, DType::Int32, like, op, "active");
   if (like.device.type == DeviceType::CPU) return;
   workspace(out.workspace, moments_workspace_bytes(), like, op);
 }

@@ -22,6 +22,16 @@ void same_shape(const TensorView& t, const TensorView& like, std::string_view op
 // A contiguous vector of `count` elements.
 void vector(const TensorView& t, int64_t count, DType expected, std::string_view op,
             std::string_view name);
+// The same, on the device of `like`.
+void vector(const TensorView& t, int64_t count, DType expected, const TensorView& like,
+            std::string_view op, std::string_view name);
+// A contiguous tensor of fp32, fp16 or bf16.
+void input(const TensorView& t, std::string_view op, std::string_view name);
+// `same_shape` of a dtype, or of fp32, fp16 or bf16.
+void alike(const TensorView& t, DType expected, const TensorView& like, std::string_view op,
+           std::string_view name);
+void values_like(const TensorView& t, const TensorView& like, std::string_view op,
+                 std::string_view name);
 // One-byte codes of a [rows, cols] value on the device of `like`.
 void codes(const TensorView& t, int64_t rows, int64_t cols, const TensorView& like,
            std::string_view op, std::string_view name);

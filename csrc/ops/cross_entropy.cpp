@@ -7,18 +7,10 @@ namespace te {
 namespace {
 
 void rows_of_classes(const TensorView& logits, const TensorView& labels, std::string_view op) {
-  check::high_precision(logits, op, "logits");
-  check::contiguous(logits, op, "logits");
+  check::input(logits, op, "logits");
   require(logits.rank == 2 && logits.size(1) > 0, Kind::Value, op,
           "expected logits of shape (rows, classes), got ", ShapeOf{logits});
-  check::vector(labels, logits.size(0), DType::Int32, op, "labels");
-  check::same_device(labels, logits, op, "labels");
-}
-
-void of_rows(const TensorView& t, const TensorView& logits, std::string_view op,
-             std::string_view name) {
-  check::vector(t, logits.size(0), DType::Float32, op, name);
-  check::same_device(t, logits, op, name);
+  check::vector(labels, logits.size(0), DType::Int32, logits, op, "labels");
 }
 
 }  // namespace
@@ -33,29 +25,23 @@ void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream) {
           Kind::Value, kOp, "expected sums of shape (4, ", args.logits.size(0), "), got ",
           ShapeOf{args.sums});
   if (args.logits.numel() == 0) return;
-  on_device(
-      args.logits, [&] { cpu::cross_entropy_forward(args); },
-      [&] { cuda::cross_entropy_forward(args, stream); });
+  on_device<cpu::cross_entropy_forward, cuda::cross_entropy_forward>(args.logits, args, stream);
 }
 
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream) {
   constexpr const char* kOp = "cross_entropy_backward";
   rows_of_classes(args.logits, args.labels, kOp);
-  of_rows(args.log_sums, args.logits, kOp, "log_sums");
-  if (args.factors) of_rows(args.factors, args.logits, kOp, "factors");
+  check::vector(args.log_sums, args.logits.size(0), DType::Float32, args.logits, kOp, "log_sums");
+  if (args.factors)
+    check::vector(args.factors, args.logits.size(0), DType::Float32, args.logits, kOp, "factors");
   require(args.dx || args.codes, Kind::Value, kOp, "expected dx or codes, got neither");
-  if (args.dx) {
-    check::dtype(args.dx, args.logits.dtype, kOp, "dx");
-    check::same_shape(args.dx, args.logits, kOp, "dx");
-  }
+  if (args.dx) check::alike(args.dx, args.logits.dtype, args.logits, kOp, "dx");
   if (args.codes) {
     check::quantized(args.codes, args.logits.rows(), args.logits.cols(), args.logits, kOp);
     require(!args.codes.amax, Kind::Value, kOp, "expected codes without an amax");
   }
   if (args.logits.numel() == 0) return;
-  on_device(
-      args.logits, [&] { cpu::cross_entropy_backward(args); },
-      [&] { cuda::cross_entropy_backward(args, stream); });
+  on_device<cpu::cross_entropy_backward, cuda::cross_entropy_backward>(args.logits, args, stream);
 }
 
 }  // namespace te

@@ -17,8 +17,7 @@ void check_table(const TensorView& table, const char* op) {
 // One value per column; only the CPU can read the table to see how many that is. May be absent.
 void check_columns(const TensorView& t, const TensorView& table, const char* op, const char* name) {
   if (!t) return;
-  check::vector(t, t.numel(), DType::Float32, op, name);
-  check::same_device(t, table, op, name);
+  check::vector(t, t.numel(), DType::Float32, table, op, name);
   if (table.device.type != DeviceType::CPU) return;
   int64_t columns = 0;
   for (int64_t s = 0; s < table.size(0); ++s) columns += table.ptr<ScalingEntry>()[s].count;
@@ -38,9 +37,7 @@ void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream) {
   constexpr int32_t kMarginLimit = 126;  // 2^margin and its inverse are normal floats
   require(args.margin >= -kMarginLimit && args.margin <= kMarginLimit, Kind::Value, kOp,
           "expected a margin between -126 and 126, got ", args.margin);
-  on_device(
-      args.table, [&] { cpu::delayed_scaling_update(args); },
-      [&] { cuda::delayed_scaling_update(args, stream); });
+  on_device<cpu::delayed_scaling_update, cuda::delayed_scaling_update>(args.table, args, stream);
 }
 
 void gather_amax(const GatherAmaxArgs& args, Stream stream) {
@@ -49,8 +46,7 @@ void gather_amax(const GatherAmaxArgs& args, Stream stream) {
   check_columns(args.reduced, args.table, kOp, "the reduced amax");
   check::defined(args.out, kOp, "the output");
   check_columns(args.out, args.table, kOp, "the output");
-  on_device(
-      args.table, [&] { cpu::gather_amax(args); }, [&] { cuda::gather_amax(args, stream); });
+  on_device<cpu::gather_amax, cuda::gather_amax>(args.table, args, stream);
 }
 
 }  // namespace te

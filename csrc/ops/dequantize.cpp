@@ -11,8 +11,7 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
   check::contiguous(args.q, kOp, "the codes");
   require(size_of(args.q.dtype) == 1, Kind::Type, kOp, "expected one-byte codes, got ",
           args.q.dtype);
-  check::high_precision(args.x, kOp, "the output");
-  check::same_shape(args.x, args.q, kOp, "the output");
+  check::values_like(args.x, args.q, kOp, "the output");
   if (args.blocks == ScaleBlocks::Whole) {
     check::contiguous(args.scales, kOp, "scales");
     check::dtype(args.scales, DType::Float32, kOp, "scales");
@@ -22,8 +21,7 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
     check::block_scales(args.scales, args.blocks, args.q.rows(), args.q.cols(), args.q, kOp,
                         "scales");
   }
-  on_device(
-      args.q, [&] { cpu::dequantize(args); }, [&] { cuda::dequantize(args, stream); });
+  on_device<cpu::dequantize, cuda::dequantize>(args.q, args, stream);
 }
 
 }  // namespace te

@@ -11,4 +11,11 @@ void on_device(const TensorView& like, OnCpu&& on_cpu, OnCuda&& on_cuda) {
   on_cuda();
 }
 
+// The usual case: both take the same arguments.
+template <auto kOnCpu, auto kOnCuda, class Args>
+void on_device(const TensorView& like, const Args& args, Stream stream) {
+  on_device(
+      like, [&] { kOnCpu(args); }, [&] { kOnCuda(args, stream); });
+}
+
 }  // namespace te

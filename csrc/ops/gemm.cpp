@@ -83,8 +83,7 @@ Sizes check_operands(const GemmArgs& args) {
 
 void check_result(const GemmArgs& args, const Sizes& sizes) {
   const TensorView& a = args.a.data;
-  check::high_precision(args.d, kOp, "the result");
-  check::contiguous(args.d, kOp, "the result");
+  check::input(args.d, kOp, "the result");
   check::same_device(args.d, a, kOp, "the result");
   require(args.d.rows() == sizes.m && args.d.cols() == sizes.n, Kind::Value, kOp,
           "expected the result of ", sizes.m, " x ", sizes.n, " elements, got shape ",
@@ -97,8 +96,7 @@ void check_result(const GemmArgs& args, const Sizes& sizes) {
 void check_bias(const GemmArgs& args, const Sizes& sizes) {
   if (!args.bias) return;
   const TensorView& a = args.a.data;
-  check::vector(args.bias, sizes.n, gemm_bias_dtype(a.dtype, args.d.dtype), kOp, "bias");
-  check::same_device(args.bias, a, kOp, "bias");
+  check::vector(args.bias, sizes.n, gemm_bias_dtype(a.dtype, args.d.dtype), a, kOp, "bias");
 }
 
 // The library's kernels for block scales are made for whole blocks.

@@ -115,8 +115,7 @@ void merge_parts(const MergePartsArgs& args, Stream stream) {
   for (size_t k = 0; k < count; ++k) check_part(args, k);
   const MergePartsArgs found = args.fresh ? args : of_tokens_of_parts(args);
   if (found.out.rows() == 0) return;
-  on_device(
-      found.out, [&] { cpu::merge_parts(found); }, [&] { cuda::merge_parts(found, stream); });
+  on_device<cpu::merge_parts, cuda::merge_parts>(found.out, found, stream);
 }
 
 }  // namespace te

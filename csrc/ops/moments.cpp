@@ -7,26 +7,21 @@ namespace te {
 
 void moments(const MomentsArgs& args, Stream stream) {
   constexpr const char* kOp = "moments";
-  check::high_precision(args.x, kOp, "x");
-  check::contiguous(args.x, kOp, "x");
+  check::input(args.x, kOp, "x");
   check::moments(args.out, kMomentsFields, args.x, kOp);
-  on_device(
-      args.x, [&] { cpu::moments(args); }, [&] { cuda::moments(args, stream); });
+  on_device<cpu::moments, cuda::moments>(args.x, args, stream);
 }
 
 void cast_moments(const CastMomentsArgs& args, Stream stream) {
   constexpr const char* kOp = "cast_moments";
-  check::high_precision(args.x, kOp, "x");
-  check::contiguous(args.x, kOp, "x");
+  check::input(args.x, kOp, "x");
   require(is_fp8(args.format), Kind::Type, kOp, "expected an FP8 format, got ", args.format);
   check::same_shape(args.codes, args.x, kOp, "codes");
   require(size_of(args.codes.dtype) == 1, Kind::Type, kOp, "expected one-byte codes, got ",
           args.codes.dtype);
-  check::vector(args.scales, 2, DType::Float32, kOp, "scales");
-  check::same_device(args.scales, args.x, kOp, "scales");
+  check::vector(args.scales, 2, DType::Float32, args.x, kOp, "scales");
   check::moments(args.out, kCastMomentsFields, args.x, kOp);
-  on_device(
-      args.x, [&] { cpu::cast_moments(args); }, [&] { cuda::cast_moments(args, stream); });
+  on_device<cpu::cast_moments, cuda::cast_moments>(args.x, args, stream);
 }
 
 void merge_rows(const MergeRowsArgs& args, Stream stream) {
@@ -42,14 +37,9 @@ void merge_rows(const MergeRowsArgs& args, Stream stream) {
   require(args.rows.rank == 3 && args.rows.size(1) == slots && args.rows.size(2) == kRowFields,
           Kind::Value, kOp, "expected shape (n, ", slots, ", ", kRowFields, ") for rows, got ",
           ShapeOf{args.rows});
-  check::vector(args.kinds, slots, DType::Int64, kOp, "kinds");
-  check::same_device(args.kinds, args.into, kOp, "kinds");
-  if (args.active) {
-    check::vector(args.active, 1, DType::Int32, kOp, "active");
-    check::same_device(args.active, args.into, kOp, "active");
-  }
-  on_device(
-      args.into, [&] { cpu::merge_rows(args); }, [&] { cuda::merge_rows(args, stream); });
+  check::vector(args.kinds, slots, DType::Int64, args.into, kOp, "kinds");
+  if (args.active) check::vector(args.active, 1, DType::Int32, args.into, kOp, "active");
+  on_device<cpu::merge_rows, cuda::merge_rows>(args.into, args, stream);
 }
 
 }  // namespace te

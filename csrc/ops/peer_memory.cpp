@@ -173,15 +173,10 @@ void peer_release(const PeerTransfer& from, Stream stream) {
 void peer_sum(const PeerSum& sum, Stream stream) {
   constexpr const char* kOp = "peer_sum";
   const TensorView& own = sum.own;
-  check::high_precision(own, kOp, "own");
-  check::contiguous(own, kOp, "own");
-  check::dtype(sum.out, own.dtype, kOp, "out");
-  check::same_shape(sum.out, own, kOp, "out");
+  check::input(own, kOp, "own");
+  check::alike(sum.out, own.dtype, own, kOp, "out");
   check::same_device(own, sum.memory, kOp, "own");
-  if (sum.bias) {
-    check::vector(sum.bias, own.cols(), own.dtype, kOp, "the bias");
-    check::same_device(sum.bias, own, kOp, "the bias");
-  }
+  if (sum.bias) check::vector(sum.bias, own.cols(), own.dtype, own, kOp, "the bias");
   const Group group(sum.group, sum.slot, kOp);
   require(own.bytes() <= group.room(), Kind::Value, kOp, "expected at most ", group.room(),
           " bytes, got ", own);
@@ -193,8 +188,7 @@ void peer_sum(const PeerSum& sum, Stream stream) {
                        .count = group.ranks() - 1,
                        .bias = sum.bias,
                        .out = sum.out};
-  on_device(
-      own, [&] { cpu::sum_parts(parts); }, [&] { cuda::sum_parts(parts, stream); });
+  on_device<cpu::sum_parts, cuda::sum_parts>(own, parts, stream);
   peer_release(all, stream);
 }
 

@@ -9,8 +9,7 @@ namespace {
 
 void check_tensor(const QuantizeArgs& args, std::string_view op) {
   const TensorView& x = args.x;
-  check::high_precision(x, op, "x");
-  check::contiguous(x, op, "x");
+  check::input(x, op, "x");
   require(static_cast<bool>(args.out), Kind::Value, op,
           "expected a row-wise or a column-wise output, got neither");
   check::quantized(args.out, x.rows(), x.cols(), x, op);
@@ -23,8 +22,7 @@ void quantize(const QuantizeArgs& args, Stream stream) {
   check_tensor(args, kOp);
   check::dbias(args.dbias, args.workspace, args.x, kOp);
   check::tile_moments(args.moments, args.x, kOp);
-  on_device(
-      args.x, [&] { cpu::quantize(args); }, [&] { cuda::quantize(args, stream); });
+  on_device<cpu::quantize, cuda::quantize>(args.x, args, stream);
 }
 
 void quantize_many(const std::vector<QuantizeArgs>& all, Stream stream) {

@@ -22,8 +22,7 @@ void check_side(const BlockCodes& side, ScaleBlocks blocks, int64_t rows, int64_
 
 void quantize_blocks(const QuantizeBlocksArgs& args, Stream stream) {
   const TensorView& x = args.x;
-  check::high_precision(x, kOp, "x");
-  check::contiguous(x, kOp, "x");
+  check::input(x, kOp, "x");
   require(is_fp8(args.dtype), Kind::Type, kOp, "expected an FP8 format, got ", args.dtype);
   require(args.blocks == ScaleBlocks::Rows || args.blocks == ScaleBlocks::Squares, Kind::Value, kOp,
           "expected blocks of 1 or 2 dimensions, got ", static_cast<int32_t>(args.blocks));
@@ -35,8 +34,7 @@ void quantize_blocks(const QuantizeBlocksArgs& args, Stream stream) {
   check_side(args.columnwise, args.blocks, x.cols(), x.rows(), x,
              {"the column-wise output", "the column-wise scales"});
   check::dbias(args.dbias, args.workspace, x, kOp);
-  on_device(
-      x, [&] { cpu::quantize_blocks(args); }, [&] { cuda::quantize_blocks(args, stream); });
+  on_device<cpu::quantize_blocks, cuda::quantize_blocks>(x, args, stream);
 }
 
 }  // namespace te

@@ -15,12 +15,10 @@ void check_positions(const RopeArgs& args) {
   if (args.cu_seqlens) {
     require(args.cu_seqlens.numel() > 0, Kind::Value, kOp,
             "expected cu_seqlens of shape (batch + 1), got an empty one");
-    check::vector(args.cu_seqlens, batch + 1, DType::Int32, kOp, "cu_seqlens");
-    check::same_device(args.cu_seqlens, x, kOp, "cu_seqlens");
+    check::vector(args.cu_seqlens, batch + 1, DType::Int32, x, kOp, "cu_seqlens");
   }
   if (args.starts) {
-    check::vector(args.starts, batch, DType::Int32, kOp, "the start positions");
-    check::same_device(args.starts, x, kOp, "the start positions");
+    check::vector(args.starts, batch, DType::Int32, x, kOp, "the start positions");
   } else if (!args.cu_seqlens) {
     const int64_t sequence = x.size(args.batch_first ? 1 : 0);
     require(sequence <= args.freqs.size(0), Kind::Value, kOp, "expected freqs for at least ",
@@ -66,13 +64,11 @@ void rope(const RopeArgs& args, Stream stream) {
           Kind::Value, kOp, "expected a period of 1 to ", x.size(-2),
           " heads, of which 0 to all are rotated, got ", args.rotated, " of ", args.period);
   check_positions(args);
-  check::dtype(args.out, x.dtype, kOp, "out");
-  check::same_shape(args.out, x, kOp, "out");
+  check::alike(args.out, x.dtype, x, kOp, "out");
   if (x.numel() == 0) return;
   require(args.freqs.size(0) > 0, Kind::Value, kOp,
           "expected freqs for at least 1 position, got 0");
-  on_device(
-      x, [&] { cpu::rope(args); }, [&] { cuda::rope(args, stream); });
+  on_device<cpu::rope, cuda::rope>(x, args, stream);
 }
 
 }  // namespace te

@@ -7,16 +7,9 @@ namespace te {
 namespace {
 
 void scores(const TensorView& t, std::string_view op, std::string_view name) {
-  check::high_precision(t, op, name);
-  check::contiguous(t, op, name);
+  check::input(t, op, name);
   require(t.rank == 4, Kind::Value, op, "expected ", name,
           " of shape (batch, heads, queries, keys), got ", ShapeOf{t});
-}
-
-void like(const TensorView& t, const TensorView& model, std::string_view op,
-          std::string_view name) {
-  check::dtype(t, model.dtype, op, name);
-  check::same_shape(t, model, op, name);
 }
 
 void masked_by(const TensorView& mask, const TensorView& x, std::string_view op) {
@@ -46,22 +39,20 @@ void within_reach(const AttentionWindow& window, std::string_view op) {
 void softmax_forward(const SoftmaxForwardArgs& args, Stream stream) {
   constexpr const char* kOp = "softmax_forward";
   scores(args.x, kOp, "x");
-  like(args.y, args.x, kOp, "y");
+  check::alike(args.y, args.x.dtype, args.x, kOp, "y");
   if (args.mask) masked_by(args.mask, args.x, kOp);
   within_reach(args.window, kOp);
   if (args.x.numel() == 0) return;
-  on_device(
-      args.x, [&] { cpu::softmax_forward(args); }, [&] { cuda::softmax_forward(args, stream); });
+  on_device<cpu::softmax_forward, cuda::softmax_forward>(args.x, args, stream);
 }
 
 void softmax_backward(const SoftmaxBackwardArgs& args, Stream stream) {
   constexpr const char* kOp = "softmax_backward";
   scores(args.dy, kOp, "dy");
-  like(args.y, args.dy, kOp, "y");
-  like(args.dx, args.dy, kOp, "dx");
+  check::alike(args.y, args.dy.dtype, args.dy, kOp, "y");
+  check::alike(args.dx, args.dy.dtype, args.dy, kOp, "dx");
   if (args.dy.numel() == 0) return;
-  on_device(
-      args.dy, [&] { cpu::softmax_backward(args); }, [&] { cuda::softmax_backward(args, stream); });
+  on_device<cpu::softmax_backward, cuda::softmax_backward>(args.dy, args, stream);
 }
 
 }  // namespace te

@@ -17,8 +17,7 @@ void sum_squares(const SumSquaresArgs& args, Stream stream) {
   check::vector(args.sums, blocks, DType::Float32, kOp, "sums");
   if (blocks == 0) return;
   check::same_device(args.sums, args.tensors.front(), kOp, "sums");
-  on_device(
-      args.sums, [&] { cpu::sum_squares(args); }, [&] { cuda::sum_squares(args, stream); });
+  on_device<cpu::sum_squares, cuda::sum_squares>(args.sums, args, stream);
 }
 
 }  // namespace te

@@ -23,8 +23,7 @@ void transpose(const TransposeArgs& args, Stream stream) {
     check::block_scales(args.scales, blocks, x.rows(), x.cols(), x, kOp, "scales");
     check::block_scales(args.out_scales, blocks, x.cols(), x.rows(), x, kOp, "the output's scales");
   }
-  on_device(
-      x, [&] { cpu::transpose(args); }, [&] { cuda::transpose(args, stream); });
+  on_device<cpu::transpose, cuda::transpose>(x, args, stream);
 }
 
 }  // namespace te

@@ -171,21 +171,6 @@ TEST(Float16, KeepsNaN) {
   EXPECT_EQ(BFloat16(kQuietNaN).bits, 0x7fff);
 }
 
-TEST(E8M0, RoundsTheExponentUp) {
-  EXPECT_EQ(E8M0::encode(0.0f), 0);
-  EXPECT_EQ(E8M0::encode(-3.0f), 0);
-  EXPECT_EQ(E8M0::encode(1.0f), 127);
-  EXPECT_EQ(E8M0::encode(1.0000001f), 128);
-  EXPECT_EQ(E8M0::encode(kInfinity), 0xfe);
-  EXPECT_EQ(E8M0::encode(kQuietNaN), 0xff);
-  EXPECT_TRUE(std::isnan(E8M0::decode(0xff)));
-  for (int code = 0; code < 0xff; ++code) {
-    const float value = E8M0::decode(static_cast<uint8_t>(code));
-    EXPECT_EQ(value, std::ldexp(1.0, code - 127));
-    EXPECT_EQ(E8M0::encode(value), code);
-  }
-}
-
 #if TE_HAS_CUDA_TYPES
 
 uint8_t nvidia(float x, __nv_fp8_interpretation_t format) {
@@ -225,14 +210,6 @@ TEST(AgainstNvidia, Float16) {
           kBFloat16,
           [](float x) { return BFloat16(x).bits != __bfloat16_as_ushort(__float2bfloat16_rn(x)); }),
       0);
-}
-
-TEST(AgainstNvidia, E8M0) {
-  int64_t different = 0;
-  for_each_magnitude(kBFloat16, [&](float x) {
-    different += E8M0::encode(x) != __nv_cvt_float_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf);
-  });
-  EXPECT_EQ(different, 0);
 }
 
 #else

@@ -1,4 +1,4 @@
-"""What a tensor looks like from C++, for every kind that torch has, by both ways in."""
+"""What a tensor looks like from C++, for every kind that torch has."""
 
 import sys
 import threading
@@ -10,19 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.amax import amax
-
-HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-
-
-@pytest.fixture(params=["exchange", "attributes"], autouse=True)
-def way_in(request):
-    """DLPack's C exchange API, and the attribute reads for versions of torch without it."""
-    if request.param == "exchange" and not HAS_EXCHANGE_API:
-        pytest.skip("this torch has no DLPack C exchange API")
-    before = _C.exchange_api_enabled()
-    _C.enable_exchange_api(request.param == "exchange")
-    yield request.param
-    _C.enable_exchange_api(before)
 
 
 class PlainSubclass(torch.Tensor):
@@ -174,7 +161,7 @@ def test_from_another_thread():
     assert seen[0]["sizes"] == (2, 3)
 
 
-def test_leaves_no_reference_behind(way_in):
+def test_leaves_no_reference_behind():
     x = torch.ones(2, 3)
     before = sys.getrefcount(x)
     _C.describe(x)
