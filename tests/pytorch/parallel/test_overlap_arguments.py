@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.parallel.overlap import Overlap, overlap_asked
+from transformer_engine.pytorch.parallel.overlap import Overlap
 
 SHARED = {"tp_size": 2, "sequence_parallel": True, "device": "cpu"}
 EVERYTHING = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
@@ -41,7 +41,7 @@ def linear(mode="column", **more):
     ],
 )
 def test_what_counts(module, expected):
-    assert overlap_asked(module()) == expected
+    assert module().ranks.overlap == expected
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_layer_hands_its_switch_on(flags, expected):
     layer = te.TransformerLayer(32, 64, 4, set_parallel_mode=True, **SHARED, **flags)
     attention = layer.self_attention
     columns, rows = Overlap(gathers, False, False, grads), Overlap(False, scatters, gathers)
-    assert overlap_asked(attention.layernorm_qkv) == columns
-    assert overlap_asked(attention.proj) == rows
-    assert overlap_asked(layer.layernorm_mlp) == Overlap(gathers, scatters, gathers, grads)
+    assert attention.layernorm_qkv.ranks.overlap == columns
+    assert attention.proj.ranks.overlap == rows
+    assert layer.layernorm_mlp.ranks.overlap == Overlap(gathers, scatters, gathers, grads)
 
 
 @pytest.mark.parametrize(

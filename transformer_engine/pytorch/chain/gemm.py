@@ -67,7 +67,7 @@ def fprop(
     """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`, or in `out`."""
     name = _TRACED if torch.compiler.is_compiling() else layer
     _count(name, "fprop", x, weight)
-    return _product(x, weight, dtype, False, fast_accumulation, bias, out)
+    return _product((x, weight), dtype, (False, False), fast_accumulation, out, bias=bias)
 
 
 def dgrad(
@@ -81,37 +81,25 @@ def dgrad(
     """`dx[M, K] = dy[M, N] . weight[N, K]`, see `fprop`; an FP8 weight is given transposed."""
     name = _TRACED if torch.compiler.is_compiling() else layer
     fp8 = _count(name, "dgrad", grad_output, weight)
-    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None, out)
+    return _product((grad_output, weight), dtype, (False, not fp8), fast_accumulation, out)
 
 
 def _product(
-    a_side: Side | None,
-    b_side: Side | None,
-    dtype: torch.dtype,
-    b_transposed: bool,
+    sides: tuple[Side | None, Side | None],
+    dtype: torch.dtype | None,
+    transposed: tuple[bool, bool],
     fast_accumulation: bool,
-    bias: torch.Tensor | None,
     out: torch.Tensor | None,
+    accumulate: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    a, a_scales, a_format = _unpack(a_side)
-    b, b_scales, b_format = _unpack(b_side)
+    (a, a_scales, a_format), (b, b_scales, b_format) = _unpack(sides[0]), _unpack(sides[1])
     if out is not None:
-        operands = (a, b, a_scales, b_scales, a_format, b_format, False, b_transposed)
-        kernel.gemm_into(out, *operands, False, fast_accumulation, bias=bias)
+        operands = (a, b, a_scales, b_scales, a_format, b_format, *transposed)
+        kernel.gemm_into(out, *operands, accumulate, fast_accumulation, bias=bias)
         return out
-    return kernel.gemm(
-        a,
-        b,
-        dtype,
-        a_scales,
-        b_scales,
-        a_format,
-        b_format,
-        False,
-        b_transposed,
-        fast_accumulation,
-        bias,
-    )
+    of_sides = (a_scales, b_scales, a_format, b_format, *transposed)
+    return kernel.gemm(a, b, dtype or a.dtype, *of_sides, fast_accumulation, bias)
 
 
 class WgradTarget(NamedTuple):
@@ -198,35 +186,10 @@ def wgrad(
     """
     name = _TRACED if torch.compiler.is_compiling() else layer
     fp8 = _count(name, "wgrad", grad_output, x)
-    a, a_scales, a_format = _unpack(grad_output)
-    b, b_scales, b_format = _unpack(x)
-    if target.main_grad is not None:
-        kernel.gemm_into(
-            target.main_grad,
-            a,
-            b,
-            a_scales,
-            b_scales,
-            a_format,
-            b_format,
-            a_transposed=not fp8,
-            b_transposed=not fp8,
-            accumulate=target.accumulate,
-            fast_accumulation=fast_accumulation,
-        )
-        return None
-    return kernel.gemm(
-        a,
-        b,
-        target.dtype or a.dtype,
-        a_scales,
-        b_scales,
-        a_format,
-        b_format,
-        not fp8,
-        not fp8,
-        fast_accumulation,
-    )
+    sides, transposed = (grad_output, x), (not fp8, not fp8)
+    out, accumulate = target.main_grad, target.accumulate
+    made = _product(sides, target.dtype, transposed, fast_accumulation, out, accumulate)
+    return made if out is None else None
 
 
 @dataclass(frozen=True)

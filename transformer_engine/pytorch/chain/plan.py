@@ -170,14 +170,22 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
     return joined
 
 
-class PlanCache(dict[Any, CallPlan]):
-    """The plans of one module. They point into its scaling state, so a copied module has none.
+class _EmptyInCopies:
+    """`torch.nn.utils.parametrize` copies attributes of modules one by one."""
 
-    `torch.nn.utils.parametrize` copies attributes of modules one by one.
+    def __deepcopy__(self, memo: object) -> Any:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Any], tuple[()]]:
+        return type(self), ()
+
+
+class PlanCache(_EmptyInCopies, dict[Any, CallPlan]):
+    """The plans of one module. They point into its scaling state, so a copied module has none."""
+
+
+class DelayedTasks(_EmptyInCopies, list[Any]):
+    """`ParamGradTask`s of a stage that wait for `backward_dw`, oldest first.
+
+    They hold tensors of a graph, so a copied stage has none.
     """
-
-    def __deepcopy__(self, memo: object) -> PlanCache:
-        return PlanCache()
-
-    def __reduce__(self) -> tuple[type[PlanCache], tuple[()]]:
-        return PlanCache, ()

@@ -38,19 +38,11 @@ class UserBuffers:
     """What `initialize_ub` was told, and which layers have run since.
 
     Attributes:
-        shape: of the largest tensor that moves: tokens of all ranks, features.
         tp_size: how many ranks share a layer.
-        dtype: of values that move.
-        modes: what else moves than values.
-        configs: of single collectives, by `<layer>_<gemm>`.
         layers: what layers that have run ask for.
     """
 
-    shape: tuple[int, int]
     tp_size: int
-    dtype: torch.dtype
-    modes: tuple[UserBufferQuantizationMode, ...]
-    configs: dict[str, dict[str, Any]]
     layers: dict[str, Overlap] = field(default_factory=dict)
 
 
@@ -120,7 +112,7 @@ def initialize_ub(
         )
     if process_state().user_buffers is not None:
         raise RuntimeError("[initialize_ub] expected destroy_ub before a second call, got none")
-    modes = _modes(use_fp8, quantization_modes)
+    modes = _count_modes(use_fp8, quantization_modes)
     ranks = _size("tp_size", tp_size)
     if dist.get_world_size() % ranks:
         raise ValueError(
@@ -136,9 +128,9 @@ def initialize_ub(
             f"[initialize_ub] expected bootstrap_backend in {_BACKENDS}, got {bootstrap_backend!r}"
         )
     _check_bool("with_cublasmp", with_cublasmp)
-    process_state().user_buffers = UserBuffers(
-        _shape(shape, ranks), ranks, dtype, modes, _configs(ub_cfgs, len(modes))
-    )
+    _check_shape(shape, ranks)
+    _check_configs(ub_cfgs, modes)
+    process_state().user_buffers = UserBuffers(ranks)
 
 
 def destroy_ub() -> None:
@@ -187,42 +179,39 @@ def _size(name: str, value: Any) -> int:
     return size
 
 
-def _shape(shape: Any, ranks: int) -> tuple[int, int]:
+def _check_shape(shape: Any, ranks: int) -> None:
     sizes = list(shape) if isinstance(shape, Iterable) else []
     if len(sizes) != 2:
         raise ValueError(
             f"[initialize_ub] expected shape [tokens of all ranks, features], got {shape!r}"
         )
-    tokens, features = (_size("each size of shape", size) for size in sizes)
+    tokens, _ = (_size("each size of shape", size) for size in sizes)
     if tokens % ranks:
         raise ValueError(
             f"[initialize_ub] expected tokens that {ranks} ranks can share, got {tokens} in shape"
         )
-    return tokens, features
 
 
-def _modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
+def _count_modes(use_fp8: Any, modes: Any) -> int:
     _check_bool("use_fp8", use_fp8)
     if modes is None:
-        return (UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE,)
+        return 1
     found = list(modes) if isinstance(modes, Iterable) else [modes]
     if not found or not all(isinstance(mode, UserBufferQuantizationMode) for mode in found):
         raise TypeError(
             "[initialize_ub] expected quantization_modes to be a list of UserBufferQuantizationMode"
             f", got {modes!r}"
         )
-    return tuple(found)
+    return len(found)
 
 
-def _configs(configs: Any, modes: int) -> dict[str, dict[str, Any]]:
-    """Of all modes together."""
+def _check_configs(configs: Any, modes: int) -> None:
     listed = [{}] if configs is None else configs if isinstance(configs, list) else [configs]
     if isinstance(configs, list) and len(listed) != modes:
         raise ValueError(
             f"[initialize_ub] expected one mapping in ub_cfgs for each of {modes} modes, got"
             f" {len(listed)}"
         )
-    found: dict[str, dict[str, Any]] = {}
     for mapping in listed:
         if not isinstance(mapping, Mapping):
             raise TypeError(f"[initialize_ub] expected ub_cfgs to be a mapping, got {mapping!r}")
@@ -230,8 +219,6 @@ def _configs(configs: Any, modes: int) -> dict[str, dict[str, Any]]:
             _known(name, _GEMMS, "ub_cfgs to name collectives")
             for key, value in settings.items():
                 _check_setting(name, key, value)
-            found[name] = {**found.get(name, {}), **settings}
-    return found
 
 
 def _known(name: Any, known: Iterable[str], what: str) -> None:

@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
@@ -25,7 +24,6 @@ _VALUES = {  # of every code
     format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
     for format, dtype in TORCH_FP8.items()
 }
-_OLDEST_TORCH = "2.8"  # has torch.onnx.ops, which spells operators of ONNX in a graph of torch
 
 
 class onnx_export(ContextDecorator):
@@ -41,8 +39,8 @@ class onnx_export(ContextDecorator):
         enabled: whether to.
 
     Raises:
-        RuntimeError: torch older than 2.8; inside, from `torch.onnx.export`: a layer without
-            trained scales under delayed scaling.
+        RuntimeError: inside, from `torch.onnx.export`: a layer without trained scales under delayed
+            scaling.
         NotImplementedError: inside, from `torch.onnx.export`: what has no ONNX form, with the layer
             (packed sequences `thd`, the KV cache, dropout in training mode, scales of blocks).
 
@@ -59,10 +57,6 @@ class onnx_export(ContextDecorator):
     """
 
     def __init__(self, enabled: bool = False) -> None:
-        if enabled and TorchVersion(torch.__version__) < TorchVersion(_OLDEST_TORCH):
-            raise RuntimeError(
-                f"[onnx_export] expected torch {_OLDEST_TORCH} or newer, got {torch.__version__}"
-            )
         self.enabled = enabled
         self._before: list[bool] = []
 

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.kernels.schema import Argument, schema_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # 2.7
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting
 _LIBRARY = torch.library.Library("te", "DEF")
 
 

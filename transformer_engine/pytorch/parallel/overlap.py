@@ -60,12 +60,3 @@ class OverlapArguments(NamedTuple):
             "ub_overlap_rs_dgrad": self.scatters_grads,
             "ub_name": name,
         }
-
-
-def overlap_asked(module: Any) -> Overlap:
-    """Which collectives of a module run in chunks.
-
-    None do without several ranks and sequence parallelism, whatever the `ub_*` arguments ask.
-    """
-    ranks = getattr(module, "ranks", None)
-    return NO_OVERLAP if ranks is None else ranks.overlap

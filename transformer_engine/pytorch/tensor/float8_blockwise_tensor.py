@@ -13,7 +13,7 @@ from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequ
 from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.transpose import transpose
+from transformer_engine.pytorch.kernels.transpose import transpose_blocks
 from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.making import TensorMaking
 from transformer_engine.pytorch.tensor.quantized_tensor import Parts
@@ -209,12 +209,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
             )
         other = self.side(not columnwise)
         assert other is not None
-        rows, cols = other.codes.reshape(-1, other.codes.shape[-1]).shape
-        grid = block_layout(2).scale_shape(cols, rows)
-        scales = other.scales.new_zeros(grid)
-        used = other.scales[:, : -(-cols // 128)].t()
-        scales[: used.shape[0], : used.shape[1]] = used[:, : grid[1]]
-        codes = transpose(other.codes)
+        codes, scales = transpose_blocks(other.codes, other.scales)
         name = "columnwise" if columnwise else "rowwise"
         setattr(self, f"_{name}_data", codes if columnwise else codes.view(self.shape))
         setattr(self, f"_{name}_scale_inv", scales)

@@ -38,7 +38,6 @@ class Problem(NamedTuple):
         repeatable: gradients must repeat bit for bit.
         padded_by_mask: a mask says which tokens are padding, not lengths.
         alike: queries and keys are known to have the same lengths.
-        room_between: there is padding between the sequences of thd.
         softmax_type: see `Sink`.
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `cache/inference.py`.
         fp8: queries, keys and values are quantised.
@@ -69,7 +68,6 @@ class Problem(NamedTuple):
     repeatable: bool = False
     padded_by_mask: bool = False
     alike: bool = True
-    room_between: bool = False
     softmax_type: str = "vanilla"
     cache: str = ""
     fp8: bool = False
@@ -167,6 +165,10 @@ class Saved(NamedTuple):
         """The reverse of `wrap`: the inner `Saved`, and tensors and facts of the adapter."""
         count, facts, inner = self.facts
         return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
+
+    def stripped(self) -> Saved:
+        """Of an innermost function: without query, key, value, result and log-sum-exp."""
+        return Saved(None, self.tensors[4:], self.facts)
 
 
 class Gradients(NamedTuple):

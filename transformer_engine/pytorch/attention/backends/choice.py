@@ -29,7 +29,7 @@ from transformer_engine.pytorch.notices import warn_once
 
 _BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool, torch.dtype | None]
 _NO_BIAS: _BiasFacts = ("no_bias", None, False, False, None)
-_SequenceFacts = tuple[int | None, int | None, bool, bool, bool]
+_SequenceFacts = tuple[int | None, int | None, bool, bool]
 
 
 def choose(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call) -> Backend:
@@ -94,15 +94,14 @@ def _bias_facts(bias: Bias) -> _BiasFacts:
 
 
 def _sequence_facts(call: Call) -> _SequenceFacts:
-    """The longest two where known, then: padded by mask, alike, room between."""
+    """The longest two where known, then: padded by mask, alike."""
     query, key = call.query_sequences, call.key_sequences
     if query.cu_seqlens is None or key.cu_seqlens is None:
-        return None, None, True, isinstance(call.attention_mask, torch.Tensor), False
+        return None, None, True, isinstance(call.attention_mask, torch.Tensor)
     alike = query.cu_seqlens is key.cu_seqlens
     if call.shape.qkv_format != "thd":
-        return None, None, False, alike, False
-    room = query.cu_seqlens_padded is not None or key.cu_seqlens_padded is not None
-    return query.longest, key.longest, False, alike, room
+        return None, None, False, alike
+    return query.longest, key.longest, False, alike
 
 
 def _problem(
@@ -117,7 +116,7 @@ def _problem(
 ) -> Problem:
     training, dropout, softmax_type, cache, fp8, in_graph, part = facts
     bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
-    queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
+    queries, keys, by_mask, alike = sequences or (None, None, False, True)
     packed = shape.qkv_format == "thd"
     return Problem(
         device=device.type,
@@ -142,7 +141,6 @@ def _problem(
         repeatable=repeats,
         padded_by_mask=by_mask and shape.rule.type.padding,
         alike=alike and shape.queries == shape.keys,
-        room_between=room,
         softmax_type=softmax_type,
         cache=cache,
         fp8=fp8,
@@ -297,7 +295,7 @@ def attention_backends(
         max_seqlen_q: tokens of the longest query sequence.
         max_seqlen_kv: tokens of the longest key sequence.
         attention_mask: padding is given as a mask rather than as cu_seqlens.
-        pad_between_seqs: there is room between the sequences of thd.
+        pad_between_seqs: without effect.
         inference_params: `""` without a cache; else the `kind` of the `InferenceParams`.
         fp8: attention in FP8.
         dtype: of queries, keys and values.
@@ -340,7 +338,6 @@ def attention_backends(
         repeatable=repeatable(allowed) if deterministic is None else deterministic,
         padded_by_mask=attention_mask and rule.type.padding,
         alike=max_seqlen_q == max_seqlen_kv,
-        room_between=pad_between_seqs,
         softmax_type=check_softmax_type(softmax_type),
         cache=inference_params,
         fp8=fp8,

@@ -131,13 +131,7 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
         grad_query, grad_key, grad_value = views(grad_query, layout)
     if grad_sink is not None:
         grad_sink = grad_sink.to(sink_dtype)
-    return Gradients(
-        grad_query if needs.query else None,
-        grad_key if needs.key else None,
-        grad_value if needs.value else None,
-        grad_bias,
-        grad_sink,
-    )
+    return needs.pick(grad_query, grad_key, grad_value, grad_bias, grad_sink)
 
 
 def log_sum_exp_of_part(saved: Saved, call: Call) -> torch.Tensor:
@@ -147,10 +141,6 @@ def log_sum_exp_of_part(saved: Saved, call: Call) -> torch.Tensor:
     if call.shape.qkv_format == "thd":
         return found
     return found.permute(2, 0, 1) if call.shape.qkv_format == "sbhd" else found.transpose(1, 2)
-
-
-def _strip(saved: Saved, call: Call) -> Saved:
-    return Saved(None, saved.tensors[4:], saved.facts)
 
 
 def _restore(
@@ -316,7 +306,7 @@ BACKEND = Backend(
     draw_seed=new_seed,
     recordable=_recordable,
     records_on=("cuda",),
-    parts=Parts(log_sum_exp_of_part, _strip, _restore),
+    parts=Parts(log_sum_exp_of_part, lambda saved, call: saved.stripped(), _restore),
     requirements=(
         FUSED,
         GPU,

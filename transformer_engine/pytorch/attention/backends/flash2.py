@@ -6,20 +6,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import (
-    NO_SINK,
-    Backend,
-    Requirement,
+from transformer_engine.pytorch.attention.backends.backend import NO_SINK, Requirement
+from transformer_engine.pytorch.attention.backends.flash import Kernels, Options, Private, package
+from transformer_engine.pytorch.attention.backends.flash_parts import (
+    NO_DROPOUT_IN_PARTS,
+    flash_backend,
 )
-from transformer_engine.pytorch.attention.backends.flash import (
-    Kernels,
-    Options,
-    Private,
-    importable,
-    package,
-    requirements,
-)
-from transformer_engine.pytorch.attention.backends.flash_parts import NO_DROPOUT_IN_PARTS, PARTS
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 
@@ -48,37 +40,28 @@ KERNELS = _Kernels(
         {"softcap": 0.0},
     ),
 )
-BACKEND = Backend(
-    "flash2",
-    KERNELS.forward,
-    KERNELS.backward,
-    keeps_scores=False,
-    requirements=(
-        Requirement(
-            lambda problem, allowed: allowed.flash2, "switched off by NVTE_FLASH_ATTN_V2=0"
-        ),
-        *requirements(SOURCE, "2.4.1"),  # the first with ALiBi and deterministic gradients
-        Requirement(
-            lambda problem, allowed: problem.capability is None or problem.capability >= (8, 0),
-            "needs a GPU of compute capability 8.0",
-        ),
-        Requirement(
-            lambda problem, allowed: problem.key_size == problem.value_size <= 256,
-            "takes heads of one size for keys and values, up to 256",
-        ),
-        Requirement(
-            lambda problem, allowed: problem.bias_type in ("no_bias", "alibi"),
-            "takes no bias; use core_attention_bias_type 'no_bias' or 'alibi'",
-        ),
-        Requirement(
-            lambda problem, allowed: problem.bias_type != "alibi" or not problem.padded_by_mask,
-            "takes ALiBi of padded sequences with lengths only; give cu_seqlens_q and cu_seqlens_kv"
-            " instead of attention_mask",
-        ),
-        NO_SINK,
-        NO_DROPOUT_IN_PARTS,
-        importable(KERNELS),
+BACKEND = flash_backend(
+    KERNELS,
+    2,
+    "2.4.1",  # the first with ALiBi and deterministic gradients
+    Requirement(
+        lambda problem, allowed: problem.capability is None or problem.capability >= (8, 0),
+        "needs a GPU of compute capability 8.0",
     ),
+    Requirement(
+        lambda problem, allowed: problem.key_size == problem.value_size <= 256,
+        "takes heads of one size for keys and values, up to 256",
+    ),
+    Requirement(
+        lambda problem, allowed: problem.bias_type in ("no_bias", "alibi"),
+        "takes no bias; use core_attention_bias_type 'no_bias' or 'alibi'",
+    ),
+    Requirement(
+        lambda problem, allowed: problem.bias_type != "alibi" or not problem.padded_by_mask,
+        "takes ALiBi of padded sequences with lengths only; give cu_seqlens_q and cu_seqlens_kv"
+        " instead of attention_mask",
+    ),
+    NO_SINK,
+    NO_DROPOUT_IN_PARTS,
     differentiable=True,
-    parts=PARTS,
 )

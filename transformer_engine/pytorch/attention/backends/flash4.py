@@ -10,18 +10,10 @@ from transformer_engine.pytorch.attention.backends.backend import (
     EAGER,
     NO_BIAS,
     NO_DROPOUT,
-    Backend,
     Requirement,
 )
-from transformer_engine.pytorch.attention.backends.flash import (
-    Kernels,
-    Options,
-    Private,
-    importable,
-    package,
-    requirements,
-)
-from transformer_engine.pytorch.attention.backends.flash_parts import PARTS
+from transformer_engine.pytorch.attention.backends.flash import Kernels, Options, Private, package
+from transformer_engine.pytorch.attention.backends.flash_parts import flash_backend
 from transformer_engine.pytorch.attention.core.call import Call
 
 SOURCE = package("flash-attn-4", "flash_attn.cute")
@@ -44,33 +36,24 @@ class _Kernels(Kernels):
 KERNELS = _Kernels(
     SOURCE, Private("interface._flash_attn_bwd", "", "return_lse", ("lse", "causal"), {})
 )
-BACKEND = Backend(
-    "flash4",
-    KERNELS.forward,
-    KERNELS.backward,
-    keeps_scores=False,
-    requirements=(
-        Requirement(
-            lambda problem, allowed: allowed.flash4, "switched off by NVTE_FLASH_ATTN_V4=0"
-        ),
-        *requirements(SOURCE, "4.0.0b1"),
-        Requirement(
-            lambda problem, allowed: problem.capability is None or problem.capability >= (9, 0),
-            "needs a GPU of Hopper or later (compute capability 9.0)",
-        ),
-        # 4.0.0b36 on an H200: with heads of 16 wrong gradients, and memory that is not its own.
-        Requirement(
-            lambda problem, allowed: problem.key_size == problem.value_size in _SIZES,
-            f"is trusted with heads of a size of {' or '.join(map(str, _SIZES))} only",
-        ),
-        Requirement(
-            lambda problem, allowed: not (problem.part and problem.rule.type.padding),
-            "returns no log-sum-exp of packed sequences, which context parallel ranks need",
-        ),
-        NO_BIAS,
-        NO_DROPOUT,
-        EAGER,
-        importable(KERNELS),
+BACKEND = flash_backend(
+    KERNELS,
+    4,
+    "4.0.0b1",
+    Requirement(
+        lambda problem, allowed: problem.capability is None or problem.capability >= (9, 0),
+        "needs a GPU of Hopper or later (compute capability 9.0)",
     ),
-    parts=PARTS,
+    # 4.0.0b36 on an H200: with heads of 16 wrong gradients, and memory that is not its own.
+    Requirement(
+        lambda problem, allowed: problem.key_size == problem.value_size in _SIZES,
+        f"is trusted with heads of a size of {' or '.join(map(str, _SIZES))} only",
+    ),
+    Requirement(
+        lambda problem, allowed: not (problem.part and problem.rule.type.padding),
+        "returns no log-sum-exp of packed sequences, which context parallel ranks need",
+    ),
+    NO_BIAS,
+    NO_DROPOUT,
+    EAGER,
 )

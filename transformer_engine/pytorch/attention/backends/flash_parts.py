@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.attention.backends.backend import (
+    Backend,
     KernelParts,
     Parts,
     Requirement,
     Saved,
 )
+from transformer_engine.pytorch.attention.backends.flash import Kernels, importable, requirements
 from transformer_engine.pytorch.attention.backends.varlen import varlen_parts
 from transformer_engine.pytorch.attention.core.call import Call
 
@@ -36,7 +38,7 @@ def _log_sum_exp(saved: Saved) -> torch.Tensor:
 
 def _strip(saved: Saved) -> Saved:
     inner, tensors, facts = saved.unwrap()
-    return Saved(None, (), inner.facts).wrap(tensors, facts)
+    return inner.stripped().wrap(tensors, facts)
 
 
 def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
@@ -72,3 +74,22 @@ def _restore_of_call(
 
 
 PARTS = Parts(_log_sum_exp_of_call, _strip_of_call, _restore_of_call)
+
+
+def flash_backend(
+    kernels: Kernels, number: int, oldest: str, *own: Requirement, differentiable: bool = False
+) -> Backend:
+    """The backend of a version, which requires `own` beside what all do."""
+    switch = Requirement(
+        lambda problem, allowed: getattr(allowed, f"flash{number}"),
+        f"switched off by NVTE_FLASH_ATTN_V{number}=0",
+    )
+    return Backend(
+        f"flash{number}",
+        kernels.forward,
+        kernels.backward,
+        keeps_scores=False,
+        requirements=(switch, *requirements(kernels.source, oldest), *own, importable(kernels)),
+        differentiable=differentiable,
+        parts=PARTS,
+    )

@@ -118,13 +118,9 @@ def _log_sum_exp(saved: Saved) -> torch.Tensor:
     return saved.log_sum_exp
 
 
-def _strip(saved: Saved) -> Saved:
-    return Saved(None, saved.tensors[4:], saved.facts)
-
-
 def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
     return Saved(lse, (*tensors, *stripped.tensors), stripped.facts)
 
 
-PARTS = KernelParts(_log_sum_exp, _strip, _restore)
+PARTS = KernelParts(_log_sum_exp, Saved.stripped, _restore)
 KERNEL_OF_PARTS = Kernel(_forward, _backward)

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch._torch_private import sdpa_order, set_sdpa_order
 from transformer_engine.pytorch.attention.backends import local_graph
@@ -45,7 +44,6 @@ from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.masks import Mask
 from transformer_engine.pytorch.capture import memoize
 
-_HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
 _RIGHT_IF_LARGE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _TORCH_ORDER: list[int] = sdpa_order()
@@ -117,7 +115,7 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
         found = local_graph.backward(grad, inner, needs[:3])
     else:
         found = kernel.backward(grad, inner, arguments, needs)[:3]
-    query, key, value = (x if need else None for x, need in zip(found, needs, strict=False))
+    query, key, value, *_ = needs.pick(*found)
     return Gradients(
         query,
         None if key is None else sum_repeated(key, groups),
@@ -265,10 +263,6 @@ BACKEND = Backend(
         HIGH_PRECISION,
         NO_BIAS,
         NO_SINK,
-        Requirement(
-            lambda problem, allowed: problem.heads == problem.groups or _HAS_GROUPS,
-            "has no grouped query attention before torch 2.5",
-        ),
         SOMETHING,
         Requirement(
             lambda problem, allowed: not problem.compiling or FEW_ELEMENTS.holds(problem, allowed),

@@ -47,9 +47,8 @@ class Arguments(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Scale and groups as torch's function takes them; torch 2.4 does not know groups."""
-        keywords: dict[str, Any] = {"scale": self.scale}
-        return {**keywords, "enable_gqa": True} if self.grouped else keywords
+        """Scale and groups as torch's function takes them."""
+        return {"scale": self.scale, "enable_gqa": self.grouped}
 
 
 class SdpaKernel(NamedTuple):
@@ -265,7 +264,7 @@ _offer(
 
 _softmax = _operator("_safe_softmax", "self dim dtype")
 _softmax_backward = _operator("_softmax_backward_data", "grad_output output dim input_dtype")
-_sums_in_16_bit: Any = getattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", None)
+_sums_in_16_bit = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
 
 
 def _rows(query: torch.Tensor, scale: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ the exchange each rank has the tokens that one rank of the smaller ring has.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -160,18 +161,9 @@ class _Exchange:
 def _inner_shape(shape: CallShape, ranks: int, in_ring: bool) -> CallShape:
     queries, keys = shape.queries * ranks, shape.keys * ranks
     plain = not (shape.rule.type.padding or shape.rule.type.arbitrary or in_ring)
-    return CallShape(
-        shape.qkv_format,
-        shape.rule,
-        build_mask(shape.rule, queries, keys) if plain else None,
-        shape.heads // ranks,
-        shape.groups // ranks,
-        shape.key_size,
-        shape.value_size,
-        shape.batch,
-        queries,
-        keys,
-    )
+    band = build_mask(shape.rule, queries, keys) if plain else None
+    heads, groups = shape.heads // ranks, shape.groups // ranks
+    return replace(shape, band=band, heads=heads, groups=groups, queries=queries, keys=keys)
 
 
 def forward(

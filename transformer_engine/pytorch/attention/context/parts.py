@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -223,8 +224,7 @@ def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | N
         queries, keys = tokens
     plain = not (kind.padding or kind.arbitrary)
     band = build_mask(rule, queries, keys) if plain else None
-    sizes = (shape.heads, shape.groups, shape.key_size, shape.value_size)
-    return CallShape(shape.qkv_format, rule, band, *sizes, shape.batch, queries, keys)
+    return replace(shape, rule=rule, band=band, queries=queries, keys=keys)
 
 
 def part_forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -153,19 +153,14 @@ def bias_of_rank(bias: Bias, heads: int, ranks: TensorParallel, device: torch.de
     return bias._replace(slopes=own.contiguous())
 
 
-def refuse_unimplemented(argument: str, value: object) -> NoReturn:
-    """Raise NotImplementedError for an argument that may only be False so far."""
-    raise NotImplementedError(
-        f"[DotProductAttention] {argument}={value!r} is not implemented yet, only False is"
-    )
-
-
 def refuse_rare(
     module: DotProductAttention, fp8_output: bool, qkv_format: str, inference_params: Any
 ) -> None:
     """Check that there is no `fp8_output`, and that a graph of ONNX can hold a call of one."""
     if fp8_output:
-        refuse_unimplemented("fp8_output", fp8_output)
+        raise NotImplementedError(
+            f"[DotProductAttention] {fp8_output=} is not implemented yet, only False is"
+        )
     if asks(autocast_stack().scope, module.name):
         refuse("FP8 attention", "use a recipe without fp8_dpa and fp8_mha", module.name)
     if qkv_format == "thd":

@@ -11,8 +11,7 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
-from transformer_engine.pytorch.chain.delayed import DelayedTasks
-from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.plan import CallPlan, DelayedTasks
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
     Recomputes,

@@ -359,30 +359,22 @@ class GemmQuantizers:
 
     def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
         """A copy with some quantizers replaced by those of the debugger; self if there are none."""
-        own = {name: getattr(self, name) for name in SIX}
-        changed = {name: q for name, q in changed.items() if q is not own[name]}
+        changed = {name: q for name, q in changed.items() if q is not getattr(self, name)}
         if not changed:
             return self
-        copy = GemmQuantizers(**{**own, **changed})
-        copy.fp8 = self.fp8
-        copy.fast_accumulation = self.fast_accumulation
-        copy.wrapped = self.wrapped or any(q is not IDENTITY for q in changed.values())
-        return copy
+        return self._with(changed, any(q is not IDENTITY for q in changed.values()))
+
+    def _with(self, changed: Mapping[str, Quantizer], wraps: bool = False) -> GemmQuantizers:
+        made = GemmQuantizers(**{name: getattr(self, name) for name in SIX} | dict(changed))
+        made.fp8, made.fast_accumulation = self.fp8, self.fast_accumulation
+        made.wrapped = self.wrapped or wraps
+        return made
 
     def for_recompute(self, scales: torch.Tensor | None) -> GemmQuantizers:
         """The quantizers of a recompute; `scales` fp32 `[3]` are those of the first forward."""
         first = [None if scales is None else scales[i : i + 1] for i in range(2)]
-        again = GemmQuantizers(
-            self.input.for_recompute(first[0]),
-            self.weight.for_recompute(first[1]),
-            self.grad_output,
-            self.output,
-            self.dgrad,
-            self.wgrad,
-        )
-        again.fp8, again.wrapped = self.fp8, self.wrapped
-        again.fast_accumulation = self.fast_accumulation
-        return again
+        quantizers = zip(("input", "weight"), (self.input, self.weight), first, strict=True)
+        return self._with({name: q.for_recompute(scale) for name, q, scale in quantizers})
 
     def description(self) -> tuple[Any, ...] | None:
         """Constants for `described_gemm`; None if a quantizer cannot be rebuilt."""
