@@ -148,6 +148,11 @@ def test_taken_names_and_seeds_are_refused(tracker):
     assert tracker.seeds_ == {11}
 
 
+def test_seeds_are_ints(tracker):
+    with pytest.raises(TypeError, match=r"expected seed to be an int, got 'x' \(state other\)"):
+        tracker.add("other", "x")
+
+
 def test_unknown_names_list_the_known(tracker):
     with (
         pytest.raises(KeyError, match=r"state data is not added: known are 'model-parallel-rng'"),

@@ -22,6 +22,7 @@ from transformer_engine import _absent, _env
 
 T = TypeVar("T", bound=type)
 
+_GEMM_KINDS = 3
 _LARGEST_MARGIN = 126  # 2^margin and its inverse are normal floats
 
 
@@ -168,7 +169,10 @@ class DelayedScaling(Recipe):
         find_scale = self.scaling_factor_compute_algo
         known = find_scale is None or callable(find_scale)
         self._expect("scaling_factor_compute_algo", known, "a callable or None")
-        if any(self.override_linear_precision):
+        flags = self.override_linear_precision
+        three = isinstance(flags, tuple | list) and len(flags) == _GEMM_KINDS
+        self._expect("override_linear_precision", three, "three flags, (fprop, dgrad, wgrad)")
+        if any(flags):
             warnings.warn(
                 "DelayedScaling: override_linear_precision is accepted but has no effect; the "
                 "debugger's DisableFP8GEMM runs chosen GEMMs in high precision",

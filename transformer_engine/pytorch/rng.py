@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,18 @@ def snapshot(states: Any) -> Any:
     if isinstance(states, torch.Generator):
         return states.clone_state()
     return states.clone() if isinstance(states, torch.Tensor) else states
+
+
+def check_tracker(op: str, get: object, layer: str = "") -> None:
+    """Raise TypeError unless this is None or a function, as that which returns a tracker is."""
+    if get is None or callable(get):
+        return
+    hint = "; did you mean lambda: tracker?" if hasattr(get, "fork") else ""
+    where = f" (layer {layer})" if layer else ""
+    raise TypeError(
+        f"[{op}] expected get_rng_state_tracker to be a function that returns a tracker, got a"
+        f" {type(get).__name__}{hint}{where}"
+    )
 
 
 class CudaRNGStatesTracker:
@@ -132,7 +145,14 @@ class CudaRNGStatesTracker:
 
         Raises:
             ValueError: the name or the seed is taken.
+            TypeError: a seed that is no int.
         """
+        try:
+            seed = operator.index(seed)
+        except TypeError as error:
+            raise TypeError(
+                f"[CudaRNGStatesTracker] expected seed to be an int, got {seed!r} (state {name})"
+            ) from error
         if seed in self.seeds_:
             raise ValueError(f"[CudaRNGStatesTracker] seed {seed} already exists")
         if name in self.states_:

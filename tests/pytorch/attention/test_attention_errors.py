@@ -84,6 +84,7 @@ def test_no_backend_left(monkeypatch):
 THD = {"qkv_format": "thd", "attn_mask_type": "padding"}
 BIAS = torch.zeros(1, 4, 5, 5)
 SLOPES = torch.ones(4)
+PADDING = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,26 @@ SLOPES = torch.ones(4)
                 "cu_seqlens_kv": torch.tensor([0, 5, 12], dtype=torch.int32),
             },
         ),
+        *[
+            (
+                ValueError,
+                rf"cu_seqlens_q to rise from 0, got \[{ends[0]}, ",
+                {
+                    "attn_mask_type": "padding",
+                    "cu_seqlens_q": torch.tensor(ends, dtype=torch.int32),
+                    "cu_seqlens_kv": torch.tensor([0, 5, 10], dtype=torch.int32),
+                },
+            )
+            for ends in ([4, 4, 4], [1, 3, 4])
+        ],
+        *[
+            (
+                ValueError,
+                f"one mask or a pair, .* got a tuple of {count} .layer",
+                {"attn_mask_type": "padding", "attention_mask": (PADDING,) * count},
+            )
+            for count in (1, 3)
+        ],
         (TypeError, "attn_mask_type to be a str", {"attn_mask_type": ("padding", "causal")}),
         (TypeError, "of InferenceParams, got object", {"inference_params": object()}),
         (NotImplementedError, "fp8_output=True", {"fp8_output": True}),
@@ -220,8 +241,13 @@ def test_bad_inputs():
         make_module(kv_channels=16)(q, k, v)
     with pytest.raises(ValueError, match=r"key_layer \(sequence, batch, 2, 8\)"):
         make_module(num_gqa_groups=2)(q, k, v)
-    with pytest.raises(ValueError, match=r"got \(5, 2, 4, 8\), \(5, 1, 4, 8\)"):
+    one = "DotProductAttention] expected key_layer and value_layer of one"
+    with pytest.raises(ValueError, match=r"query_layer and key_layer of one batch .* 2 and 1"):
         make_module()(q, k[:, :1], v[:, :1])
+    with pytest.raises(ValueError, match=f"{one} batch size, got 2 and 1"):
+        make_module()(q, k, v[:, :1])
+    with pytest.raises(ValueError, match=f"{one} length, got 4 and 3"):
+        make_module()(q, k[:4], v[:3])
 
 
 def test_bad_packed_inputs():

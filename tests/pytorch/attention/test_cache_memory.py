@@ -46,6 +46,12 @@ def test_fewer_sequences_than_room_are_reordered_in_place(form, device):
     torch.testing.assert_close(layer(more, inference_params=params), layer(more), **CLOSE)
     with pytest.raises(ValueError, match=r"batch_indices of at most 4 sequences, got \(5,\)"):
         params.swap_key_value_dict([0, 1, 2, 3, 0])
+    for wrong in ([0, 5], [-1, 0]):
+        with pytest.raises(ValueError, match=rf"from 0 to 3, got \[{wrong[0]}, {wrong[1]}\]"):
+            params.swap_key_value_dict(wrong)
+    for mask in (torch.tensor([True, False]), [0.0, 1.0]):
+        with pytest.raises(TypeError, match="batch_indices of int32 or int64, got torch"):
+            params.swap_key_value_dict(mask)
 
 
 @pytest.mark.parametrize("form", FORMS)

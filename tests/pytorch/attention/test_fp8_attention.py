@@ -324,6 +324,10 @@ def test_current_scaling_is_refused():
     message = r"expected a recipe .* \(layer core\)"
     with scope, pytest.raises(NotImplementedError, match=message):
         attention(name="core")(*tensors())
+    layer = te.TransformerLayer(32, 64, 2, device="cpu", name="layer")
+    named = r"expected a recipe .* \(layer layer\.self_attention\.core_attention\)$"
+    with scope, pytest.raises(NotImplementedError, match=named):
+        layer(torch.randn(16, 2, 32))
 
 
 def test_table_and_errors(monkeypatch):

@@ -250,6 +250,9 @@ def test_paged_and_whole_hold_the_same():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="together, got no dtype"):
         te.InferenceParams(2, 8, num_heads_kv=2, head_dim_k=8)
+    for dtype in (torch.int8, torch.float64, "bf16"):
+        with pytest.raises(TypeError, match=f"expected dtype .* torch.bfloat16, got {dtype!r}"):
+            te.InferenceParams(2, 8, 2, 8, dtype)
     with pytest.raises(ValueError, match="expected max_ctx_len with qkv_format 'thd'"):
         te.InferenceParams(2, 8, 2, 8, torch.float32, qkv_format="thd")
     with pytest.raises(ValueError, match="divisible by page_size, got 8 and 3"):

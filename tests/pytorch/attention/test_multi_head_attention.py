@@ -13,6 +13,7 @@ from layer_reference import (
     relative_error,
 )
 
+from transformer_engine.pytorch import capture
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
@@ -283,3 +284,19 @@ def test_rotary_angles_are_one_or_two(count):
         module(torch.randn(LENGTH, BATCH, HIDDEN), rotary_pos_emb=(angles,) * count)
     with pytest.raises(TypeError, match=r"pair of tensors, got list \(layer attention\)"):
         module(torch.randn(LENGTH, BATCH, HIDDEN), rotary_pos_emb=(angles, [angles]))
+
+
+@pytest.mark.parametrize("host_bound", [0, 1 << 40])
+def test_packed_sequences_need_angles_for_the_longest(monkeypatch, host_bound):
+    monkeypatch.setattr(capture, "HOST_BOUND_BYTES", host_bound)
+    types = {"qkv_format": "thd", "attn_mask_type": "padding"}
+    module = make("cpu", fuse_qkv_params=True, name="attention", **types)
+    x, angles = torch.randn(9, HIDDEN), RotaryPositionEmbedding(HIDDEN // HEADS)(4)
+    ends, starts = [torch.tensor(e, dtype=torch.int32) for e in ([0, 3, 7], [0, 3, 9])]
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    padded = {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+    module(x, rotary_pos_emb=angles, **packed, **padded)
+    for short in (angles[:3], (angles[:3], angles)):
+        for places in ({}, padded):
+            with pytest.raises(ValueError, match=r"4 positions, .* got 3 \(layer attention\)"):
+                module(x, rotary_pos_emb=short, **packed, **places)

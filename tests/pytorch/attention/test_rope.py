@@ -248,7 +248,7 @@ def test_bad_arguments():
         apply_rotary_pos_emb(t[:1], angles, cp_size=2)
     ends = torch.tensor([0, 6], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"divisible by 4 .* got \[6\]"):
-        apply_rotary_pos_emb(t[:3, 0], angles, "thd", cu_seqlens=ends, cp_size=2)
+        apply_rotary_pos_emb(t[:3, 0], angles_of("cpu", 8, 6), "thd", cu_seqlens=ends, cp_size=2)
     with pytest.raises(ValueError, match="an even number of elements"):
         RotaryPositionEmbedding(7)
     with pytest.raises(ValueError, match="expected t of 4 dimensions"):
@@ -257,9 +257,23 @@ def test_bad_arguments():
         apply_rotary_pos_emb(t, angles.expand(4, 2, 1, 8))
     with pytest.raises(TypeError, match=r"expected freqs to be a torch.Tensor, got list"):
         apply_rotary_pos_emb(t, [0.0])
+    with pytest.raises(TypeError, match=r"angles of floating point, got torch.complex64"):
+        apply_rotary_pos_emb(t, torch.polar(torch.ones_like(angles), angles))
     for share, factor in ((1.5, None), (0.0, None), (1.0, 0.0), (1.0, -2.0)):
         with pytest.raises(ValueError, match=rf"in \(0, 1\] and .* got {share} and {factor}"):
             RotaryPositionEmbedding(8, share, factor)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_bad_positions(fused):
+    t, angles = torch.randn(8, 2, 8), angles_of("cpu", 8, 4)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"at least 5 positions, the longest .* got 4"):
+        apply_rotary_pos_emb(t, angles, "thd", fused, ends)
+    starts = torch.tensor([0, -5], dtype=torch.int32)
+    for x, tensor_format in ((t, "thd"), (t.view(4, 2, 2, 8), "sbhd")):
+        with pytest.raises(ValueError, match=r"start_positions >= 0, got \[0, -5\]"):
+            apply_rotary_pos_emb(x, angles, tensor_format, fused, ends, start_positions=starts)
 
 
 def test_freqs_may_leave_out_their_ones():

@@ -317,6 +317,8 @@ def test_arguments_that_contradict_each_other() -> None:
     module, x = te.Linear(16, 16, device="cpu"), torch.ones(16, 16)
     with pytest.raises(ValueError, match="one of fp8_enabled and enabled, got both"):
         te.make_graphed_callables(module, (x,), fp8_enabled=True, enabled=True)
+    with pytest.raises(TypeError, match=r"sample_args=\(x,\), .* got a Tensor"):
+        te.make_graphed_callables(module, x)
     with pytest.raises(TypeError, match="sample_args to be 2 tuple"):
         te.make_graphed_callables((module, module), ((x,),))
     with pytest.raises(TypeError, match="sample_kwargs to be 2 mapping"):

@@ -160,7 +160,10 @@ def test_scopes_nest_and_what_fp8_cannot_take_stays() -> None:
     with te.fp8_model_init():
         with te.fp8_model_init(enabled=False):
             assert type(te.Linear(32, 32, device="cpu").weight) is torch.nn.Parameter
-        assert type(te.Linear(32, 30, device="cpu").weight) is torch.nn.Parameter
+        with pytest.warns(UserWarning, match=r"weight of layer odd stays .* got \(30, 32\)"):
+            odd = te.Linear(32, 30, device="meta", name="odd")
+        odd.reset_parameters()  # the warning was given
+        assert type(odd.weight) is torch.nn.Parameter
         assert type(te.LayerNorm(32, device="cpu").weight) is torch.nn.Parameter
     assert type(te.Linear(32, 32, device="cpu").weight) is torch.nn.Parameter
 

@@ -78,6 +78,10 @@ def test_subclasses_may_pass_foreign_keywords() -> None:
             "expected fp8_format to be a Format, such as Format.HYBRID, got 'HYBRID'",
         ),
         ({"amax_history_len": 0}, "expected amax_history_len to be an int >= 1, got 0"),
+        (
+            {"override_linear_precision": None},
+            r"override_linear_precision to be three flags, \(fprop, dgrad, wgrad\), got None",
+        ),
         ({"amax_compute_algo": "mean"}, "expected amax_compute_algo to be 'max', 'most_recent'"),
     ],
 )

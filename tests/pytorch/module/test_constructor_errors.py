@@ -92,6 +92,38 @@ def test_initialisers_are_functions():
         te.Linear(32, 32, init_method="normal", **CPU)
 
 
+NAMED = [te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.LayerNorm]
+
+
+@pytest.mark.parametrize("kind", [*NAMED, te.DotProductAttention])
+def test_names_are_strings(kind):
+    sizes = [32] * (1 if kind is te.LayerNorm else 2)
+    text = rf"^\[{kind.__name__}\] expected name to be a str or None, got 5$"
+    with pytest.raises(TypeError, match=text):
+        kind(*sizes, name=5)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_devices_are_those_of_torch(kind):
+    sizes = [32] * (1 if kind is te.LayerNorm else 2)
+    text = r"^\[{}\] expected device to be a torch.device or .*, got {} \(layer fc\)$"
+    with pytest.raises(ValueError, match=text.format(kind.__name__, "'gpu'")):
+        kind(*sizes, device="gpu", name="fc")
+    with pytest.raises(TypeError, match=text.format(kind.__name__, r"\[\]")):
+        kind(*sizes, device=[], name="fc")
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.DotProductAttention])
+def test_trackers_come_from_functions(kind):
+    tracker = te.CudaRNGStatesTracker(device="cpu")
+    text = (
+        rf"^\[{kind.__name__}\] expected get_rng_state_tracker to be a function that returns a"
+        r" tracker, got a CudaRNGStatesTracker; did you mean lambda: tracker\? \(layer fc\)$"
+    )
+    with pytest.raises(TypeError, match=text):
+        kind(32, 32, get_rng_state_tracker=tracker, name="fc")
+
+
 GROUPS = {
     "amax_reduction_group": lambda x: te.autocast(amax_reduction_group=x),
     "fp8_group": lambda x: te.fp8_autocast(fp8_group=x),
@@ -122,6 +154,9 @@ def test_parallel_groups_are_groups():
     text = r"^\[Linear\] expected tp_group to be a process group .* got 3 \(layer fc\)$"
     with pytest.raises(TypeError, match=text):
         te.Linear(32, 32, tp_group=3, **CPU)
+    text = r"^\[DotProductAttention\] expected cp_global_ranks .* got 0 \(layer fc\)$"
+    with pytest.raises(TypeError, match=text):
+        te.DotProductAttention(2, 16, cp_global_ranks=0, name="fc")
     attention = te.DotProductAttention(2, 16, name="fc")
     with pytest.raises(TypeError, match=r"expected cp_group to be a process group"):
         attention.set_context_parallel_group(["ranks"], None, None)

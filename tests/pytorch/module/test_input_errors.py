@@ -60,6 +60,11 @@ FORWARDS = {
         ValueError,
         "[Linear] expected inp on cpu, where weight is, got meta (layer decoder.fc)",
     ),
+    "a norm on another device": (
+        lambda: te.LayerNorm(32, device="meta", name="norm")(X),
+        ValueError,
+        "[LayerNorm] expected inp on meta, where weight is, got cpu (layer norm)",
+    ),
     "a layer of nothing": (
         lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(None),
         TypeError,
@@ -207,6 +212,23 @@ CONSTRUCTORS = {
         TypeError,
         "TransformerLayer() got unexpected keyword argument(s) hidden_droput (did you mean"
         " hidden_dropout?)",
+    ),
+    "too many positional arguments": (
+        lambda: te.Linear(16, 32, True, None),
+        TypeError,
+        "[Linear] expected at most 3 positional arguments (in_features, out_features, bias), got 4:"
+        " give the others by name",
+    ),
+    "a misspelt keyword of attention": (
+        lambda: te.DotProductAttention(2, 16, softmax_scal=1.0, foo=1),
+        TypeError,
+        "DotProductAttention() got unexpected keyword argument(s) foo, softmax_scal (did you mean"
+        " softmax_scale?)",
+    ),
+    "an argument given twice": (
+        lambda: te.Linear(16, 32, in_features=16),
+        TypeError,
+        "[Linear] multiple values for argument 'in_features'",
     ),
     "what a newer version can": (
         lambda: te.TransformerLayer(32, 64, 4, delay_wgrad_compute=True),

@@ -131,14 +131,17 @@ def test_no_tokens(device: str) -> None:
 
 def refused(**changes: object) -> Callable[[], object]:
     x, mask, probs = problem("cpu")
-    arguments = {"tokens_per_expert": mask.sum(0), "align_size": 16, **changes}
-    return lambda: moe_permute_and_pad_with_probs(x, probs, mask, **arguments)  # type: ignore[arg-type]
+    arguments = {"inp": x, "probs": probs, "routing_map": mask}
+    arguments |= {"tokens_per_expert": mask.sum(0), "align_size": 16, **changes}
+    return lambda: moe_permute_and_pad_with_probs(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("run", "error", "text"),
     [
         (refused(tokens_per_expert=None), ValueError, "expected tokens_per_expert, got None"),
+        (refused(routing_map=[[1]]), TypeError, "routing_map to be a torch.Tensor, got list"),
+        (refused(probs=None), TypeError, "probs to be a torch.Tensor, got NoneType"),
         (refused(align_size=0), ValueError, "expected align_size >= 1, got 0"),
         (refused(align_size=1.5), TypeError, "expected align_size to be an int"),
         (refused(tokens_per_expert=torch.ones(3)), ValueError, r"of shape \(4,\).*got \(3,\)"),

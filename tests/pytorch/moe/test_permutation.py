@@ -197,6 +197,59 @@ ERRORS = {
         ValueError,
         "merging_probs [9, ...], of the shape of the routing map, got (8, 4)",
     ),
+    "indices as a mask": (
+        lambda: moe_permute(X, MASK.int().topk(2).indices + 2),
+        ValueError,
+        "of 0 and 1 with map_type 'mask', got values from 2 to 5; indices of experts are",
+    ),
+    "a list as map": (
+        lambda: moe_permute(X, MASK.tolist()),
+        TypeError,
+        "[moe_permute] expected routing_map to be a torch.Tensor, got list",
+    ),
+    "an array as map": (
+        lambda: moe_permute_with_probs(X, PROBS, MASK.numpy()),
+        TypeError,
+        "[moe_permute_with_probs] expected routing_map to be a torch.Tensor, got ndarray",
+    ),
+    "no weights": (
+        lambda: moe_permute_with_probs(X, None, MASK),
+        TypeError,
+        "expected probs to be a torch.Tensor, got NoneType",
+    ),
+    "no map of rows": (
+        lambda: moe_unpermute(ROWS, None),
+        TypeError,
+        "[moe_unpermute] expected row_id_map to be a torch.Tensor, got NoneType",
+    ),
+    "a list of weights": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS.tolist()),
+        TypeError,
+        "[moe_unpermute] expected merging_probs to be a torch.Tensor, got list",
+    ),
+    "a list of offsets": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, pad_offsets=[0]),
+        TypeError,
+        "[moe_unpermute] expected pad_offsets to be a torch.Tensor, got list",
+    ),
+    "a list of weights of rows": (
+        lambda: moe_sort_chunks_by_index_with_probs(X, [0.5] * 9, [8, 1], [1, 0]),
+        TypeError,
+        "[moe_sort_chunks_by_index] expected probs to be a torch.Tensor, got list",
+    ),
+    "no sizes": (
+        lambda: moe_sort_chunks_by_index(X, None, [1, 0]),
+        TypeError,
+        "expected split_sizes to be a tensor or a list of integers, got None",
+    ),
+    **{
+        f"chunks {indices}": (
+            lambda indices=indices: moe_sort_chunks_by_index(X, [8, 1], indices),
+            ValueError,
+            f"sorted_index with each index from 0 to 1 once, got {indices}",
+        )
+        for indices in ([1, 1], [1, 2], [-1, 0])
+    },
     "sum of sizes": (
         lambda: moe_sort_chunks_by_index(X, [1, 2], [1, 0]),
         ValueError,

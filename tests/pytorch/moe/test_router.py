@@ -180,6 +180,10 @@ def test_refusals() -> None:
         route(logits, 2, "sigmoid", 3, 2)
     with pytest.raises(ValueError, match="no expert_bias"):
         route(logits, 2, "softmax", bias=torch.zeros(8))
+    with pytest.raises(TypeError, match=r"\[router\] expected logits to be .*, got list"):
+        route(logits.tolist(), 2, "softmax")
+    with pytest.raises(TypeError, match=r"expected tokens_per_expert to be .*, got list"):
+        fused_moe_aux_loss(logits, [4] * 8, 4, 8, 2, 0.1)
 
 
 @pytest.mark.parametrize("lowest", [-200.0, -math.inf])

@@ -238,6 +238,8 @@ def test_errors() -> None:
         te.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=2)
     with pytest.raises(ValueError, match="got 0 and None"):
         te.get_cpu_offload_context(enabled=True, num_layers=0)
+    with pytest.raises(TypeError, match=r"^\[mark_not_offload\] expected tensors .*, got int$"):
+        te.mark_not_offload(torch.ones(2), 3)
     with pytest.raises(TypeError, match="num_layers to be an int, got '2'"):
         te.get_cpu_offload_context(enabled=True, num_layers="2")
     with pytest.raises(TypeError, match=r"model_layers to be an int, got 2\.5"):

@@ -197,6 +197,8 @@ def test_sgd_is_that_of_torch(device):
         ),
         (lambda p: FusedAdam(p, set_grad_none=False), NotImplementedError, "set_grad_none=True"),
         (lambda p: FusedAdam(p, lr=-1.0), ValueError, "lr, eps and weight_decay of 0 or more"),
+        (lambda p: FusedAdam(p, lr="1e-3"), TypeError, "lr to be a number, got '1e-3'"),
+        (lambda p: FusedAdam(p, eps=None), TypeError, "eps to be a number, got None"),
         (lambda p: FusedAdam(p, betas=(1.0, 0.9)), ValueError, r"betas in \[0, 1\)"),
         (lambda p: FusedAdam(p).step(grad_scaler=1), NotImplementedError, "grad_scaler=None"),
         (lambda p: FusedSGD(p, 0.1, wd_after_momentum=True), NotImplementedError, "FusedSGD"),

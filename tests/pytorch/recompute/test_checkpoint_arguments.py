@@ -145,6 +145,11 @@ def test_errors() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.distributed to be initialised"):
         te.checkpoint(layer, x, distribute_saved_activations=True)
     te.checkpoint(layer, x, distribute_saved_activations=True, use_reentrant=False)  # no effect
+    with pytest.raises(TypeError, match=r"^\[checkpoint\] expected function .*, got int$"):
+        te.checkpoint(3, x)
+    tracker = te.CudaRNGStatesTracker(device="cpu")
+    with pytest.raises(TypeError, match=r"^\[checkpoint\] expected get_rng.*lambda: tracker\?$"):
+        te.checkpoint(layer, x, get_rng_state_tracker=tracker)
     with pytest.raises(RuntimeError, match="use_reentrant"):
         torch.autograd.grad(te.checkpoint(layer, x).sum(), x)
 

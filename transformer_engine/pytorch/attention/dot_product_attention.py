@@ -55,6 +55,7 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.rng import check_tracker
 
 _OF_MORE = {"fp8_output", "inference_params"}
 
@@ -98,6 +99,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
 
     Raises:
         ValueError: heads, formats, mask types or windows that cannot be.
+        TypeError: unknown arguments; sizes, numbers, groups, names or functions that are none.
         NotImplementedError: what is not implemented.
 
     Example:
@@ -137,9 +139,10 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         name: str | None = None,
     ) -> None:
         super().__init__(GEMMS)
-        self.name = layer_name(name)
+        self.name = layer_name(name, type(self).__name__)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.return_max_logit = return_max_logit
+        check_tracker(type(self).__name__, get_rng_state_tracker, self.name)
         check_settings(self.name, attention_type, attention_dropout, softmax_scale)
         groups, sizes = check_heads(self.name, num_attention_heads, num_gqa_groups, kv_channels)
         window = as_window(window_size)
@@ -154,15 +157,12 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         self.attn_mask_type = attn_mask_type
         self.window_size, self.bottom_right_diagonal = window, bottom_right_diagonal
         self.attention_type, self.layer_number = attention_type, layer_number
-        if softmax_scale is None:
-            softmax_scale = 1.0 / math.sqrt(self.key_channels)
-        self.softmax_scale = softmax_scale
+        usual = 1.0 / math.sqrt(self.key_channels)
+        self.softmax_scale = usual if softmax_scale is None else softmax_scale
         self._core = CoreAttention()
         self._add_sink(softmax_type)
-        self.sequence_parallel, self.get_rng_state_tracker = (
-            sequence_parallel,
-            get_rng_state_tracker,
-        )
+        self.sequence_parallel = sequence_parallel
+        self.get_rng_state_tracker = get_rng_state_tracker
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def _add_sink(self, softmax_type: str) -> None:
@@ -312,7 +312,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         cache of keys and values), and in FP8.
         """
         more = self.return_max_logit or not _OF_MORE.isdisjoint(arguments)
-        if more or asks(autocast_stack().scope):
+        if more or asks(autocast_stack().scope, self.name):
             return None
         own = arguments_of(self, attention_mask, **arguments)
         if torch.compiler.is_compiling() and (own.checkpoint or self._drops()):

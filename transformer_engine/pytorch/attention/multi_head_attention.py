@@ -408,7 +408,8 @@ class MultiheadAttention(FlowModule):
         out = flow.call(module, values[0], microbatch)
         out, *tap = out if self.has_tap else (out,)
         if own:
-            out = flow.run(self._rotation.of_projection, out, *rotary[:2]) if rotary else out
+            if rotary:
+                out = flow.run(self._rotation.of_projection, out, *rotary[:2], rotary[4])
             return (*flow.run(self._split_qkv, out), *tap)
         query = flow.run(self._split_query, out)
         key_value = flow.call(modules["key_value"], values[1], microbatch)

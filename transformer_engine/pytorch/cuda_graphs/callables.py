@@ -218,6 +218,11 @@ def _samples(
     single: bool,
 ) -> list[Sample]:
     """The arguments of each graph. With a single callable they are not in a list."""
+    if single and not isinstance(args, tuple | list):
+        raise TypeError(
+            "[make_graphed_callables] expected sample_args=(x,), a tuple of arguments, got a"
+            f" {type(args).__name__}"
+        )
     every: list[Any] = [args] if single else list(args)
     if len(every) != count or not all(isinstance(one, tuple | list) for one in every):
         raise TypeError(

@@ -49,8 +49,8 @@ class quantized_model_init(ContextDecorator):
 
     Parameters are `Float8Tensor`s, or `Float8BlockwiseQTensor`s for `Float8BlockScaling`, under the
     dtype that they would have had. Optimizers of torch step them in place. Biases and norms stay as
-    they are, as do weights with sizes that FP8 cannot take. Outside of `autocast` such weights are
-    dequantised for every call.
+    they are, as do weights with sizes that FP8 cannot take (16 does not divide them): a warning
+    names each. Outside of `autocast` weights in FP8 are dequantised for every call.
 
     Args:
         enabled: False makes modules as usual.

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.model_init import ModelInit
 from transformer_engine.pytorch.fp8.recipe_quantizers import FEATURE_ALIGNMENT
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
+from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import WHOLE, layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
@@ -53,9 +54,12 @@ class InitialValue:
 
 
 def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
-    """The parameter in FP8, or in high precision where FP8 cannot take its sizes or dtype."""
-    fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
-    if not fits:
+    """The parameter in FP8, or with a warning in high precision: FP8 cannot take its sizes."""
+    if any(n % FEATURE_ALIGNMENT for n in values.shape):
+        warn_once(
+            f"[quantized_model_init] {label} stays in {values.dtype}: expected sizes divisible by"
+            f" {FEATURE_ALIGNMENT} for FP8, got {tuple(values.shape)}"
+        )
         return nn.Parameter(values)
     rules = rules_of(init.recipe)
     layout = rules.weight_layout(init.recipe) or WHOLE

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import numbers
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.parallel.construction import with_nearest
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
@@ -34,6 +35,16 @@ def check_numbers(module: str, layer: str | None, /, **values: Any) -> None:
             )
 
 
+def check_dtypes(module: str, layer: str | None, /, **dtypes: Any) -> None:
+    """Raise TypeError unless every argument is a dtype of high precision."""
+    for name, dtype in dtypes.items():
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"[{module}] expected {name} torch.float32, torch.float16 or torch.bfloat16, got"
+                f" {dtype!r}{_where(layer)}"
+            )
+
+
 def _where(layer: str | None) -> str:
     return f" (layer {layer})" if layer else ""
 
@@ -50,14 +61,8 @@ def refuse_keywords(
     """
     parameters = inspect.signature(module).parameters.values()
     known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    known += further
-    described = []
-    for name in sorted(unknown):
-        near = difflib.get_close_matches(name, known, 1)
-        described.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    raise TypeError(
-        f"{module.__qualname__}() got unexpected keyword argument(s) {', '.join(described)}"
-    )
+    described = with_nearest(unknown, [*known, *further])
+    raise TypeError(f"{module.__qualname__}() got unexpected keyword argument(s) {described}")
 
 
 def check_keywords(

@@ -74,7 +74,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
 
     def __init__(self, gemms: int, name: str | None, eps: float = 0.0, /, **sizes: int) -> None:
         super().__init__(gemms)
-        self.name = layer_name(name)
+        self.name = layer_name(name, type(self).__name__)
         check_sizes(type(self).__name__, self.name, **sizes)
         check_numbers(type(self).__name__, self.name, eps=eps)
         self.ranks = TensorParallel(type(self).__name__, self.name, None, 1)

@@ -30,6 +30,20 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
 
 
+def can_read(x: torch.Tensor) -> bool:
+    """Whether the host knows the elements: it waits for no device, and nothing is compiled."""
+    if type(x) is not _Tensor or x.device.type != "cpu":
+        return False
+    return not _is_compiling()
+
+
+def check_tensors(op: str, **values: object) -> None:
+    """Raise TypeError unless every argument of a function is a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, _Tensor):
+            refuse_input(op, name, value, None)
+
+
 def check_hidden(
     module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
 ) -> None:

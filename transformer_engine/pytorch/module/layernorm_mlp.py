@@ -81,8 +81,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: norms, sizes or parameters of activations that cannot be.
-        TypeError: unknown arguments; sizes, numbers or dtypes that are none.
+        ValueError: norms, sizes, devices or parameters of activations that cannot be.
+        TypeError: unknown arguments; sizes, numbers, dtypes, devices, names or functions that are
+            none.
         RuntimeError: a GPU that torch does not see.
         NotImplementedError: unknown activations.
 

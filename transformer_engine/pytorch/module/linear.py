@@ -98,8 +98,8 @@ class Linear(SingleGemmModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, splits or modes that cannot be.
-        TypeError: unknown arguments; sizes or dtypes that are none.
+        ValueError: sizes, splits, modes or devices that cannot be.
+        TypeError: unknown arguments; sizes, dtypes, devices, names or functions that are none.
         RuntimeError: a GPU that torch does not see.
 
     >>> import torch

@@ -16,7 +16,8 @@ from transformer_engine.pytorch.module.arguments import (
     check_sizes,
     refuse_keywords,
 )
-from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.inputs import check_device, refuse_input
+from transformer_engine.pytorch.module.names import check_name
 from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
     ParameterSpec,
@@ -68,6 +69,7 @@ class NormModule(OptionalExtraState, SingleStageModule):
         **others: Any,
     ) -> None:
         _check_others(type(self), others)
+        check_name(name, type(self).__name__)
         name = name or type(self).__name__
         check_numbers(self.kind, name, eps=eps)
         super().__init__(Norm(self.kind, eps, zero_centered_gamma))
@@ -100,7 +102,7 @@ class NormModule(OptionalExtraState, SingleStageModule):
             The shape of `inp`, in the dtype of the weight (of autocast where that is active).
 
         Raises:
-            ValueError: another last size.
+            ValueError: another last size; an input on another device.
             TypeError: no tensor, or another dtype.
         """
         if not isinstance(inp, torch.Tensor) or inp.layout is not torch.strided:
@@ -124,6 +126,8 @@ class NormModule(OptionalExtraState, SingleStageModule):
         """See `SingleStageModule`."""
         weight, bias = tensors_of(self, self._names)
         assert weight is not None
+        if weight.device != like.device:
+            check_device(self, like, (weight,))
         return autocast_dtype(like) or weight.dtype, (weight, bias)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.parallel.shards import Shard
-from transformer_engine.pytorch.rng import CudaRNGStatesTracker
+from transformer_engine.pytorch.rng import CudaRNGStatesTracker, check_tracker
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.shards import piece_of
 
@@ -39,6 +39,20 @@ def default_device(device: torch.device | str | None) -> torch.device:
     if default_device_is_set() or not torch.cuda.is_available():
         return torch.get_default_device()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _device_of(module: nn.Module, device: Any) -> torch.device:
+    """`default_device`, whose error names the layer."""
+    try:
+        return default_device(device)
+    except (RuntimeError, TypeError) as error:
+        refused = TypeError if isinstance(error, TypeError) else ValueError
+        layer = getattr(module, "name", "")
+        where = f" (layer {layer})" if layer else ""
+        raise refused(
+            f"[{type(module).__name__}] expected device to be a torch.device or a name such as"
+            f" 'cuda' or 'cpu', got {device!r}{where}"
+        ) from error
 
 
 def params_dtype_of(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
@@ -83,7 +97,8 @@ class ParameterSet:
         device: torch.device | str | None,
     ) -> None:
         """Register a module's parameters in order and, unless they are on meta, initialise them."""
-        on = default_device(device)
+        check_tracker(type(module).__name__, self._tracker, getattr(module, "name", ""))
+        on = _device_of(module, device)
         for spec in specs:
             _check(module, spec, dtype)
             if spec.name in module._parameters:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.moe.permutation import moe_permute_with_probs, padded_places
 
 __all__ = ["moe_permute_and_pad_with_probs"]
@@ -54,6 +55,7 @@ def moe_permute_and_pad_with_probs(
     """
     op = "moe_permute_and_pad_with_probs"
     check_sizes(op, None, align_size=align_size)
+    check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
     if tokens_per_expert is None:
         raise ValueError(f"[{op}] expected tokens_per_expert, got None")
     counts = torch.as_tensor(tokens_per_expert)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -45,9 +46,9 @@ def moe_permute(
         `(rows [num_out_tokens, hidden], row_id_map)`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a number of rows that
-            is not that of the ones.
-        TypeError: an input in FP8, or none.
+        ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a mask of other values
+            than 0 and 1, and a number of rows that is not that of the ones.
+        TypeError: an input in FP8; what is no tensor.
 
     >>> tokens = torch.tensor([[1.0], [2.0]])
     >>> rows, row_id_map = moe_permute(tokens, torch.tensor([[True, True], [True, False]]), 3)
@@ -85,6 +86,7 @@ def moe_permute_with_probs(
     >>> moe_permute_with_probs(torch.tensor([[1.0], [2.0]]), probs, probs > 0, 3)[1]
     tensor([0.2500, 1.0000, 0.7500])
     """
+    check_tensors("moe_permute_with_probs", probs=probs, routing_map=routing_map)
     if probs.shape != routing_map.shape:
         raise ValueError(
             f"[moe_permute_with_probs] expected probs of shape {tuple(routing_map.shape)}, as the "
@@ -124,7 +126,7 @@ def moe_unpermute(
 
     Raises:
         ValueError: shapes that do not fit; weights under both names.
-        TypeError: an input in FP8, or none.
+        TypeError: an input in FP8; what is no tensor.
 
     >>> rows, row_id_map = moe_permute(torch.ones(2, 1), torch.ones(2, 2, dtype=torch.bool), 4)
     >>> moe_unpermute(rows, row_id_map, torch.tensor([[0.5, 0.25], [1.0, 1.0]]), [2, 1]).flatten()
@@ -134,6 +136,9 @@ def moe_unpermute(
     if probs is not None and merging_probs is not None:
         raise ValueError("[moe_unpermute] expected one of merging_probs and probs, got both")
     probs = merging_probs if probs is None else probs
+    optional = {"merging_probs": probs, "pad_offsets": pad_offsets}
+    optional = {name: x for name, x in optional.items() if x is not None}
+    check_tensors("moe_unpermute", row_id_map=row_id_map, **optional)
     if pad_offsets is not None:
         inp = _without_padding(inp, row_id_map, pad_offsets, probs)
     if restore_shape is None:
@@ -172,8 +177,9 @@ def moe_sort_chunks_by_index(
         `[rows, hidden]`.
 
     Raises:
-        ValueError: shapes that do not fit; on a CPU, sizes that do not add up.
-        TypeError: an input in FP8, or none.
+        ValueError: shapes that do not fit; on a CPU, sizes that do not add up, and indices that are
+            not those of all chunks.
+        TypeError: an input in FP8; what is no tensor, sizes and indices that are no integers.
 
     >>> moe_sort_chunks_by_index(torch.arange(4.0)[:, None], [1, 3], [1, 0]).flatten()
     tensor([1., 2., 3., 0.])
@@ -208,6 +214,7 @@ def moe_sort_chunks_by_index_with_probs(
     tensor([0.3000, 0.1000, 0.2000])
     """
     _check_rows(inp)
+    check_tensors("moe_sort_chunks_by_index", probs=probs)
     if probs.shape != inp.shape[:1]:
         raise ValueError(
             f"[moe_sort_chunks_by_index] expected probs [{inp.shape[0]}], one for each row, got "
@@ -262,12 +269,15 @@ def _row_id_map(
 ) -> torch.Tensor:
     if map_type not in ("mask", "index"):
         raise ValueError(f"[moe_permute] expected map_type 'mask' or 'index', got {map_type!r}")
+    check_tensors("moe_permute", routing_map=routing_map)
     if routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(
             f"[moe_permute] expected a routing map of {inp.shape[0]} tokens, got "
             f"{tuple(routing_map.shape)}"
         )
     tokens, columns = routing_map.shape
+    if map_type == "mask":
+        _check_mask(routing_map)
     known_rows = rows is not None and rows > 0
     if map_type == "index":
         places = routing_map.flatten().argsort(stable=True)[: rows if known_rows else None]
@@ -285,6 +295,18 @@ def _row_id_map(
     return torch.stack([places % tokens, places // tokens], 1)
 
 
+def _check_mask(routing_map: torch.Tensor) -> None:
+    """Raise ValueError for other values than 0 and 1, such as indices. Only the CPU's are read."""
+    if routing_map.dtype is torch.bool or routing_map.device.type != "cpu":
+        return
+    if bool(((routing_map != 0) & (routing_map != 1)).any()):
+        raise ValueError(
+            "[moe_permute] expected a routing map of 0 and 1 with map_type 'mask', got values from"
+            f" {routing_map.min().item()} to {routing_map.max().item()}; indices of experts are of"
+            " map_type 'index'"
+        )
+
+
 def _weights(probs: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
     tokens, columns = row_id_map.unbind(1)
     return probs.flatten().gather(0, tokens * probs.shape[1] + columns)
@@ -296,8 +318,8 @@ def _chunk_order(
     sorted_index: torch.Tensor | Sequence[int],
 ) -> torch.Tensor:
     """Where each row of the result comes from."""
-    sizes = torch.as_tensor(split_sizes).to(inp.device, torch.int64)
-    order = torch.as_tensor(sorted_index).to(inp.device, torch.int64)
+    sizes = _integers("split_sizes", split_sizes, inp.device)
+    order = _integers("sorted_index", sorted_index, inp.device)
     rows = inp.shape[0]
     if sizes.ndim != 1 or sizes.shape != order.shape:
         raise ValueError(
@@ -308,10 +330,25 @@ def _chunk_order(
         raise ValueError(
             f"[moe_sort_chunks_by_index] expected sizes that add up to {rows}, got {sizes.tolist()}"
         )
+    if inp.device.type == "cpu" and sorted(order.tolist()) != list(range(order.numel())):
+        raise ValueError(
+            "[moe_sort_chunks_by_index] expected sorted_index with each index from 0 to"
+            f" {order.numel() - 1} once, got {order.tolist()}"
+        )
     # A chunk moves by the difference of its starts.
     starts, moved = sizes.cumsum(0) - sizes, sizes[order]
     shifts = starts[order] - (moved.cumsum(0) - moved)
     return torch.arange(rows, device=inp.device) + shifts.repeat_interleave(moved, output_size=rows)
+
+
+def _integers(name: str, values: Any, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.as_tensor(values).to(device, torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"[moe_sort_chunks_by_index] expected {name} to be a tensor or a list of integers, got"
+            f" {values!r}"
+        ) from error
 
 
 class _Gather(torch.autograd.Function):

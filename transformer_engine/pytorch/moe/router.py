@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from transformer_engine.pytorch.module.inputs import check_tensors
+
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
@@ -69,7 +71,7 @@ def fused_topk_with_score_function(
 
     Raises:
         ValueError: fp64, an unknown score function or format, or numbers that do not fit.
-        TypeError: `topk_indices` that are not of integers.
+        TypeError: `logits` that are no tensor; `topk_indices` that are not of integers.
 
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
@@ -117,6 +119,7 @@ def fused_compute_score_for_moe_aux_loss(
 
     Raises:
         ValueError: fp64, an unknown score function or format, or `topk` that does not fit.
+        TypeError: `logits` that are no tensor.
     """
     _check(logits, topk, score_function, routing_map_format)
     scores = _SCORES[score_function](logits.float())
@@ -147,7 +150,11 @@ def fused_moe_aux_loss(
         A scalar in the dtype of `probs`: `coeff * num_experts / (topk * total_num_tokens^2)` times
         the sum over experts of the sum of their `probs` and their `tokens_per_expert`; 0 without
         tokens.
+
+    Raises:
+        TypeError: `probs` or `tokens_per_expert` is no tensor.
     """
+    check_tensors("router", probs=probs, tokens_per_expert=tokens_per_expert)
     sums = probs.float().sum(dim=0) * tokens_per_expert.float()
     if isinstance(total_num_tokens, int):  # others may be on a GPU
         total_num_tokens = max(1, total_num_tokens)
@@ -156,6 +163,7 @@ def fused_moe_aux_loss(
 
 
 def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str) -> None:
+    check_tensors("router", logits=logits)
     if map_format not in ("bytemap", "bitmap_u8"):
         raise ValueError(
             f"[router] expected routing_map_format 'bytemap' or 'bitmap_u8', got {map_format!r}"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.offload.groups import CudaCopies, Group, View
 
 # Smaller tensors stay where they are: scales, seeds, statistics of a norm over few tokens. A copy
@@ -99,10 +100,14 @@ def mark_not_offload(*tensors: torch.Tensor) -> None:
     Args:
         tensors: these very objects; views made of them are not marked.
 
+    Raises:
+        TypeError: one that is no tensor.
+
     >>> import torch
     >>> mark_not_offload(torch.ones(2), torch.ones(3))
     """
     for tensor in tensors:
+        check_tensors("mark_not_offload", tensors=tensor)
         tensor.never_offloaded = True  # type: ignore[attr-defined]
 
 

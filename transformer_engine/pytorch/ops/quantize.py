@@ -54,7 +54,7 @@ class Quantize(ScaledModule, FusibleOperation):
         self, forward: bool = True, backward: bool = False, *, name: str | None = None
     ) -> None:
         super().__init__(1)
-        self.name = layer_name(name)
+        self.name = layer_name(name, type(self).__name__)
         self.casts_input = forward
         self.casts_gradient = backward
 

@@ -12,6 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.module.arguments import check_numbers
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
@@ -67,6 +68,7 @@ class FusedAdam(torch.optim.Optimizer):
     Raises:
         NotImplementedError: other values of these arguments.
         ValueError: numbers out of range.
+        TypeError: numbers that are none.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> optimizer = FusedAdam([weight], lr=0.5, master_weights=True)
@@ -102,7 +104,9 @@ class FusedAdam(torch.optim.Optimizer):
             bias_correction=(bias_correction, True),
             set_grad_none=(set_grad_none is not False, True),
         )
-        factors = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        factors: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
+        check_numbers("FusedAdam", None, **plain)
         if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(
                 "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 # Arguments that belong to one process: they are not kept.
 _GROUPS = frozenset({"tp_group", "cp_group", "cp_global_ranks", "cp_stream"})
@@ -21,7 +23,10 @@ class Remakable:
         constructor = cls.__init__
         if constructor.__module__.startswith("transformer_engine."):
             signature = inspect.signature(constructor)
-            bound = signature.bind_partial(module, *arguments, **keywords)
+            try:
+                bound = signature.bind_partial(module, *arguments, **keywords)
+            except TypeError as error:
+                _refuse(cls.__name__, signature, len(arguments), keywords, error)
             rest = [k for k, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
             found = dict(bound.arguments)
             for others in rest:
@@ -29,6 +34,40 @@ class Remakable:
             left = {*_GROUPS, "self"}
             module.__dict__["_made_with"] = {k: v for k, v in found.items() if k not in left}
         return module
+
+
+def with_nearest(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Unknown names for a message, each with the known one that is most like it."""
+    described, known = [], [*known]
+    for name in sorted(unknown):
+        near = difflib.get_close_matches(name, known, 1)
+        described.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return ", ".join(described)
+
+
+def _refuse(
+    kind: str,
+    signature: inspect.Signature,
+    positional: int,
+    keywords: dict[str, Any],
+    error: TypeError,
+) -> NoReturn:
+    """Raise TypeError for arguments that a constructor does not take."""
+    _, *parameters = signature.parameters.values()
+    most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    if positional > most:
+        names = ", ".join(p.name for p in parameters[:most])
+        raise TypeError(
+            f"[{kind}] expected at most {most} positional arguments ({names}), got {positional}:"
+            " give the others by name"
+        ) from None
+    known = [p.name for p in parameters]
+    unknown = set(keywords) - set(known)
+    if unknown:
+        raise TypeError(
+            f"{kind}() got unexpected keyword argument(s) {with_nearest(unknown, known)}"
+        ) from None
+    raise TypeError(f"[{kind}] {error}") from None
 
 
 def made_with(module: Any) -> dict[str, Any] | None:

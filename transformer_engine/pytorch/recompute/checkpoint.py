@@ -23,7 +23,7 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.collectives import gather_into
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
-from transformer_engine.pytorch.rng import StatesOf, snapshot
+from transformer_engine.pytorch.rng import StatesOf, check_tracker, snapshot
 
 
 def checkpoint(
@@ -69,6 +69,7 @@ def checkpoint(
         RuntimeError: `distribute_saved_activations` without `torch.distributed`; in the backward,
             `function` does something else than before, or the mode cannot do what is asked; in a
             CUDA graph capture with `preserve_rng_state`.
+        TypeError: `function` is no callable; `get_rng_state_tracker` is no function.
         NotImplementedError: `distribute_saved_activations` in reentrant mode or
             `get_rng_state_tracker`, inside of compiled code.
 
@@ -90,6 +91,7 @@ def checkpoint(
             category=DeprecationWarning,
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *args = args  # type: ignore[assignment]
+    _check_callable(function, get_rng_state_tracker)
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             distributes = distribute_saved_activations and use_reentrant
@@ -134,6 +136,15 @@ def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[st
     torchs = () if use_reentrant else ("context_fn", "determinism_check", "debug")
     own = {name: value for name, value in kwargs.items() if name not in torchs}
     return own, {name: kwargs[name] for name in torchs if name in kwargs}
+
+
+def _check_callable(function: object, get_rng_state_tracker: object) -> None:
+    if not callable(function):
+        raise TypeError(
+            "[checkpoint] expected function to be a module or another callable, got"
+            f" {type(function).__name__}"
+        )
+    check_tracker("checkpoint", get_rng_state_tracker)
 
 
 def _check_compiled(distributes: bool, tracked: bool) -> None:

@@ -54,7 +54,7 @@ from transformer_engine.pytorch.attention.cache.memory import plain_caches, reor
 from transformer_engine.pytorch.attention.cache.owners import Owners
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.arguments import check_dtypes, check_sizes
 
 
 class InferenceParams:
@@ -65,7 +65,7 @@ class InferenceParams:
         max_sequence_length: tokens of a sequence, prompt included.
         num_heads_kv: key heads of a layer. This and the next two choose the form with `pre_step`.
         head_dim_k: size of a key.
-        dtype: of the cache.
+        dtype: of the cache: fp32, fp16 or bf16.
         head_dim_v: size of a value; None for that of a key.
         is_paged: keep the cache in pages that sequences take as they grow.
         total_num_pages: pages of a layer.
@@ -85,6 +85,7 @@ class InferenceParams:
 
     Raises:
         ValueError: sizes that do not fit together.
+        TypeError: sizes that are no ints; another dtype.
 
     Example:
         >>> from transformer_engine.pytorch import MultiheadAttention
@@ -137,6 +138,7 @@ class InferenceParams:
                 "[InferenceParams] expected num_heads_kv, head_dim_k and dtype together, got no"
                 f" {' and no '.join(missing)}"
             )
+        check_dtypes("InferenceParams", None, dtype=dtype)
         if qkv_format == "thd" and max_ctx_len is None:
             raise ValueError("[InferenceParams] expected max_ctx_len with qkv_format 'thd'")
         cache = (max_batch_size, max_sequence_length, num_heads_kv, head_dim_k)
@@ -256,7 +258,9 @@ class InferenceParams:
             batch_indices: of as many sequences as go on, `max_batch_size` at most.
 
         Raises:
-            ValueError: nothing is cached yet, or more sequences than there is room for.
+            ValueError: nothing is cached yet, or more sequences than there is room for; indices
+                on the CPU of none of them.
+            TypeError: indices that are no integers.
         """
         if not self.key_value_memory_dict:
             raise ValueError("[InferenceParams] expected cached keys to swap, got none so far")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.module.inputs import can_read
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 
@@ -72,14 +73,24 @@ def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
     """Sequence i becomes what `batch_indices[i]` was, where it is; further ones stay.
 
     Raises:
-        ValueError: more sequences than there is room for.
+        ValueError: more sequences than there is room for; indices of none of them.
+        TypeError: indices that are no integers.
     """
     index = batch_indices
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"[InferenceParams] expected batch_indices of int32 or int64, got {index.dtype}"
+        )
     for cache in chain(*memory):
         if index.ndim != 1 or index.shape[0] > cache.shape[1]:
             raise ValueError(
                 f"[InferenceParams] expected batch_indices of at most {cache.shape[1]} sequences,"
                 f" got {tuple(index.shape)}"
+            )
+        last = cache.shape[1] - 1
+        if can_read(index) and any(not 0 <= i <= last for i in index.tolist()):
+            raise ValueError(
+                f"[InferenceParams] expected batch_indices from 0 to {last}, got {index.tolist()}"
             )
         index = index.to(cache.device)
         cache[:, : index.shape[0]] = cache[:, index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,11 @@ def context_group(
     for group in groups:
         _check_member(layer, group)
     _check_stream(cp_stream, where)
+    if cp_global_ranks is not None and not isinstance(cp_global_ranks, Iterable):
+        raise TypeError(
+            "[DotProductAttention] expected cp_global_ranks to be a list of ranks or None, got"
+            f" {cp_global_ranks!r}{where}"
+        )
     if cp_group is None or not dist.is_initialized():
         return None
     _check_ranks(groups, cp_global_ranks, where)

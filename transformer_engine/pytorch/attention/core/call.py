@@ -324,6 +324,11 @@ class Call(NamedTuple):
             return _NO_TENSORS
         mask = self.attention_mask
         masks = mask if isinstance(mask, tuple | list) else (mask,)
+        if masks is mask and len(masks) != 2:
+            raise ValueError(
+                "[attention] expected attention_mask to be one mask or a pair, of queries and of"
+                f" keys, got a {type(mask).__name__} of {len(masks)}"
+            )
         sequences = (*self.query_sequences[:2], *self.key_sequences[:2])
         return CallTensors(*sequences, self.bias.tensor, self.bias.slopes, self.sink.offset, *masks)
 

@@ -185,7 +185,7 @@ def casts_of(
     return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
-def asks(scope: Scope, layer: str = "") -> bool:
+def asks(scope: Scope, layer: str) -> bool:
     """Whether a scope asks for FP8 attention, or for its calibration; `layer` is for the error."""
     recipe: Any = scope.recipe
     if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import once_differentiable
-from transformer_engine.pytorch.module.inputs import LEADING
+from transformer_engine.pytorch.module.inputs import LEADING, can_read
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -67,12 +67,10 @@ def check_shapes(
     """Check shapes of (query, key, value); `heads` and `sizes` are of (query, key)."""
     query, key, value = shapes
     leading = 1 if qkv_format == "thd" else 2
-    batch = _BATCH_DIM.get(qkv_format)
     agree = (
         query[leading:] == (heads[0], sizes[0])
         and key[leading:] == (heads[1], sizes[0])
-        and value == (*key[:-1], sizes[1])
-        and (batch is None or query[batch] == key[batch])
+        and value[leading:] == (heads[1], sizes[1])
     )
     if not agree:
         names = LEADING[qkv_format]
@@ -81,6 +79,21 @@ def check_shapes(
             f" key_layer ({names}, {heads[1]}, {sizes[0]}) and value_layer"
             f" ({names}, {heads[1]}, {sizes[1]}) for qkv_format {qkv_format!r},"
             f" got {tuple(query)}, {tuple(key)}, {tuple(value)}"
+        )
+    batch = _BATCH_DIM.get(qkv_format)
+    if batch is not None:
+        _check_equal("batch size", query_layer=query[batch], key_layer=key[batch])
+        _check_equal("batch size", key_layer=key[batch], value_layer=value[batch])
+    tokens = sequence_dim(qkv_format)
+    _check_equal("length", key_layer=key[tokens], value_layer=value[tokens])
+
+
+def _check_equal(what: str, **sizes: int) -> None:
+    (one, size), (other, other_size) = sizes.items()
+    if size != other_size:
+        raise ValueError(
+            f"[DotProductAttention] expected {one} and {other} of one {what}, got {size} and"
+            f" {other_size}"
         )
 
 
@@ -269,7 +282,7 @@ def check_ends(
 
     Only CPU tensors are checked: for others the host would wait for the device.
     """
-    if not _can_read(cu_seqlens):
+    if not can_read(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
     lengths = [end - begin for begin, end in pairwise(ends)]
@@ -284,7 +297,7 @@ def check_ends(
             f"[attention] expected {name_of_longest(parameter)} of at least {max(lengths)}, the"
             f" longest sequence of {parameter}, got {longest}"
         )
-    if cu_seqlens_padded is not None and _can_read(cu_seqlens_padded):
+    if cu_seqlens_padded is not None and can_read(cu_seqlens_padded):
         starts = cu_seqlens_padded.tolist()
         limits = [*starts[1 : len(lengths)], tokens]
         rows = zip(starts, lengths, limits, strict=False)
@@ -296,21 +309,18 @@ def check_ends(
 
 
 def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> None:
-    """Check that each length fits into a padded sequence. Only CPU tensors are checked."""
-    if not _can_read(cu_seqlens):
+    """Check that lengths begin at 0 and fit into a padded sequence, of CPU tensors alone."""
+    if not can_read(cu_seqlens):
         return
-    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"[attention] expected {parameter} to rise from 0, got {_short(ends)}")
+    lengths = [end - begin for begin, end in pairwise(ends)]
     if min(lengths, default=0) < 0 or max(lengths, default=0) > sequence:
         raise ValueError(
             f"[attention] expected {parameter} of sequences of 0 to {sequence} tokens, got the"
             f" lengths {_short(lengths)}"
         )
-
-
-def _can_read(cu_seqlens: torch.Tensor) -> bool:
-    if type(cu_seqlens) is not torch.Tensor or cu_seqlens.device.type != "cpu":
-        return False
-    return not torch.compiler.is_compiling()
 
 
 def _short(values: list[int]) -> list[Any]:

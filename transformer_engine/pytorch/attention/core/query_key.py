@@ -10,7 +10,12 @@ from torch import nn
 
 from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.core.projections import HeadLayout
-from transformer_engine.pytorch.attention.rope.embedding import Rope, angle_table, check_freqs
+from transformer_engine.pytorch.attention.rope.embedding import (
+    Rope,
+    angle_table,
+    check_freqs,
+    check_positions,
+)
 from transformer_engine.pytorch.attention.rope.ranks import angles_of_rank, sequences_of_rank
 from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
@@ -118,9 +123,10 @@ class Rotation(Part):
         """Its arguments, from those of a call; empty without angles."""
         if angles is None:
             return ()
-        lengths = ("cu_seqlens_q", "cu_seqlens_kv")
-        ends = [others.get(f"{name}_padded", others.get(name)) for name in lengths]
-        return angles, *ends, others.get("inference_params")
+        names = ("cu_seqlens_q", "cu_seqlens_kv")
+        lengths = [others.get(name) for name in names]
+        ends = [others.get(f"{name}_padded", others.get(name)) for name in names]
+        return angles, *ends, others.get("inference_params"), *lengths
 
     def set_context(self, context: ContextGroup | None) -> None:
         """Turn the tokens of this rank, of those that share sequences."""
@@ -133,8 +139,12 @@ class Rotation(Part):
         query_ends: torch.Tensor | None = None,
         key_ends: torch.Tensor | None = None,
         inference_params: Any = None,
+        *lengths: torch.Tensor | None,
     ) -> Planned:
-        """See `Part`; the arguments are those of `apply_rotary_pos_emb`, for queries and keys."""
+        """See `Part`; the arguments are those of `apply_rotary_pos_emb`, for queries and keys.
+
+        `lengths` are `cu_seqlens` of both without padding.
+        """
         query, key = values.likes
         heads, groups, size, _ = self.layout
         pair = _pair_of(angles)
@@ -154,6 +164,9 @@ class Rotation(Part):
         check_freqs((*leads[1], groups, size), pair[1], self.qkv_format, key_ends, ranks)
         if self.qkv_format != "thd":
             query_ends = key_ends = None
+        elif starts is None:
+            for one, cu_seqlens in zip(pair, lengths, strict=False):
+                check_positions(one, cu_seqlens)
         table = angle_table(pair[0])
         key_table = table if pair[1] is pair[0] else angle_table(pair[1])
         parameters: _Parameters = (table, starts, query_ends, key_table, key_starts, key_ends)
@@ -199,19 +212,26 @@ class ProjectionRotation(Part):
         """
         if not arguments or exporting() or not self.one.layout.all_views:
             return False
-        angles, query_ends, key_ends, inference_params = arguments
+        angles, query_ends, key_ends, inference_params, *_ = arguments
         alike = type(angles) is torch.Tensor and query_ends is key_ends
         return alike and inference_params is None
 
     def plan_call(
-        self, values: Incoming, angles: torch.Tensor, ends: torch.Tensor | None = None
+        self,
+        values: Incoming,
+        angles: torch.Tensor,
+        ends: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> Planned:
-        """See `Part`; the arguments are those of `apply_rotary_pos_emb`."""
+        """See `Part`; the arguments are those of `Rotation`, for queries and keys alike."""
         one, like = self.one, values.like
         lead, ranks = like.shape[:-1], one.rank.ranks
         sizes = (*lead, one.layout.heads, one.layout.size)
         check_freqs(sizes, angles, one.qkv_format, ends, ranks)
-        ends = ends if one.qkv_format == "thd" else None
+        if one.qkv_format == "thd":
+            check_positions(angles, lengths)
+        else:
+            ends = None
         table = angle_table(angles)
         parameters: _Parameters = (table, None, ends)
         if ranks > 1:

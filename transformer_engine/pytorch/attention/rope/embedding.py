@@ -25,6 +25,7 @@ from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, S
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.inputs import can_read
 from transformer_engine.pytorch.module.parameters import default_device
 
 
@@ -144,14 +145,19 @@ def apply_rotary_pos_emb(
 
     Raises:
         ValueError: shapes that do not fit together; sequences without start positions that are
-            longer than `freqs`; with several ranks, sequences that cannot be cut into
-            `2 * cp_size` chunks, and start positions of other formats than `thd`.
-        TypeError: `t` or `freqs` is no tensor.
+            longer than `freqs`, and start positions below 0, where they are on the CPU; with
+            several ranks, sequences that cannot be cut into `2 * cp_size` chunks, and start
+            positions of other formats than `thd`.
+        TypeError: `t` or `freqs` is no tensor; `freqs` is not of floating point.
     """
     check_rank(cp_size, cp_rank)
     if not isinstance(t, torch.Tensor):
         _refuse_type("t", t)
     check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
+    if start_positions is not None:
+        _check_starts(start_positions)
+    elif tensor_format == "thd":
+        check_positions(freqs, cu_seqlens)
     if cp_size > 1 and tensor_format != "thd":
         length = t.shape[0 if tensor_format == "sbhd" else 1]
         freqs = angles_of_rank(freqs, length, start_positions, cp_size, cp_rank)
@@ -281,6 +287,11 @@ def check_freqs(
     """Raise unless angles fit a tensor of these sizes; see `apply_rotary_pos_emb`."""
     if not isinstance(freqs, torch.Tensor):
         _refuse_type("freqs", freqs)
+    if not freqs.dtype.is_floating_point:
+        raise TypeError(
+            "[apply_rotary_pos_emb] expected freqs to be angles of floating point, got"
+            f" {freqs.dtype}"
+        )
     dimensions = 3 if tensor_format == "thd" else 4
     if len(sizes) != dimensions:
         raise ValueError(
@@ -313,6 +324,25 @@ def check_freqs(
     if length > shape[0]:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected freqs for at least {length} positions, got {shape[0]}"
+        )
+
+
+def check_positions(freqs: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    """Raise ValueError if a packed sequence is longer than `freqs`. Only CPU tensors are read."""
+    if cu_seqlens is None or cu_seqlens.numel() < 2 or not can_read(cu_seqlens):
+        return
+    longest = int(cu_seqlens.diff().max())
+    if longest > freqs.shape[0]:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected freqs for at least {longest} positions, the longest"
+            f" sequence of cu_seqlens, got {freqs.shape[0]}"
+        )
+
+
+def _check_starts(starts: torch.Tensor) -> None:
+    if can_read(starts) and starts.numel() and int(starts.min()) < 0:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected start_positions >= 0, got {starts.tolist()[:9]}"
         )
 
 
