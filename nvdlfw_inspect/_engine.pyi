@@ -22,6 +22,7 @@ class LogOptions:
         self,
         *,
         directory: str,
+        statistics: bool = True,
         rank: int,
         stamp: str,
         append_text: bool,

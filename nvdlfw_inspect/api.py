@@ -26,7 +26,7 @@ from nvdlfw_inspect.namespaces import find_namespace
 from nvdlfw_inspect.registry import Registry, import_built_in
 from nvdlfw_inspect.report.extras import MissingExtraError
 from nvdlfw_inspect.report.records import LogError
-from nvdlfw_inspect.startup import Settings, start
+from nvdlfw_inspect.startup import Settings, check, start
 from nvdlfw_inspect.utils import in_notebook, refuse_misspelt, step_number, warn_user
 
 DEBUG_MANAGER: DebugManager | None = None
@@ -56,8 +56,8 @@ def initialize(
         log_dir: Where the log files go.
         init_training_step: The first iteration.
         kwargs: `tb_writer`: a TensorBoard `SummaryWriter` that receives all statistics;
-            `default_logging_enabled`: write the log files even with a `tb_writer` or a
-            `statistics_logger` (without either they are always written);
+            `default_logging_enabled`: write statistics to files, too, with a `tb_writer` or a
+            `statistics_logger` (without either they always are; the debug log is in any case);
             `log_timestamps`: begin the lines of the text logs with the time, True by default.
 
     Raises:
@@ -67,7 +67,9 @@ def initialize(
             a warning.
         RuntimeError: A feature cannot be created.
 
-    A call that raises starts no session and changes nothing.
+    A call that raises starts no session and changes nothing. In a notebook, the running session
+    goes on after a wrong argument, or a mistake in a configuration without `feature_dirs`; after
+    other errors it has ended.
 
     Environment variables: NVDLFW_INSPECT_LOG_LEVEL (INFO),
     NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE (0 appends to the log files of an earlier session, 1
@@ -79,7 +81,8 @@ def initialize(
     known = [*list(inspect.signature(initialize).parameters)[:-1], *sorted(_OPTIONS)]
     refuse_misspelt("initialize", unknown, known)
     for name in unknown:
-        near = difflib.get_close_matches(name, known, 1)
+        near = [whole for whole in known if whole.endswith(f"_{name}")]
+        near += difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         warn_user(f"[initialize] argument {name} is not known{hint}")
     options = {name: value for name, value in kwargs.items() if name in _OPTIONS}
@@ -97,6 +100,7 @@ def _begin(settings: Settings) -> None:
             raise ValueError(
                 "[initialize] expected no running session, got one: call end_debug() first"
             )
+        check(settings)
         print_rank_0("A debug session was running: it ends, a new one begins.")
         _end()
     DEBUG_MANAGER = start(settings)
@@ -164,10 +168,11 @@ def show(log_dir: _Path | None = None) -> None:
     flush()
     manager, directory = DEBUG_MANAGER, log_dir
     if directory is None and manager is not None:
-        directory = manager.root_log_dir or None
+        directory = manager.log_dir if manager.statistics_files else None
     if directory is None:
-        why = ["no session is running, call initialize() first", "the session writes no files"]
-        print_rank_0(f"[show] nothing to show: {why[manager is not None]}")
+        none = "no session is running, call initialize() first"
+        no_files = "the session writes no statistics to files, see default_logging_enabled"
+        print_rank_0(f"[show] nothing to show: {none if manager is None else no_files}")
         return
     try:
         importlib.import_module("nvdlfw_inspect.report").show(directory)

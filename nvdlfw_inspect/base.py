@@ -18,10 +18,14 @@ class Key:
     Attributes:
         kind: "bool", "int", "number", "string" or "any".
         required: Whether a configuration without it is an error.
+        at_least: The smallest "int"; None: any.
+        at_most: The largest "int"; None: any.
     """
 
     kind: str
     required: bool = False
+    at_least: int | None = None
+    at_most: int | None = None
 
 
 @dataclass(frozen=True, init=False)
@@ -52,6 +56,8 @@ class FeatureConfig:
         keys: The kind of each key: "bool", "int", "number", "string", "any", a `Key` or a `Choice`.
             None: any keys.
         statistics: Regular expressions for the entries of `stats`; empty: there is no `stats`.
+        statistic_keys: By name, the keys of statistics that may be written as a mapping,
+            `{name: {key: value}}`.
         tensors: Tensors that it can act on; empty: it takes no tensors.
         gemms: Whether it takes `gemms` and `gemms_struct`.
         scheduled: Whether it takes `freq`, `start_step`, `end_step` and `start_end_list`.
@@ -65,6 +71,7 @@ class FeatureConfig:
 
     keys: Mapping[str, str | Key | Choice] | None = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
+    statistic_keys: Mapping[str, Mapping[str, str | Key | Choice]] = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
     gemms: bool = False
     scheduled: bool = False
@@ -75,8 +82,9 @@ class FeatureConfig:
         """Return the form that the engine takes."""
         return {
             "free_form": self.keys is None,
-            "keys": [_key_rule(name, key) for name, key in (self.keys or {}).items()],
+            "keys": _key_rules(self.keys or {}),
             "statistics": list(self.statistics),
+            "statistic_keys": {s: _key_rules(keys) for s, keys in self.statistic_keys.items()},
             "tensors": list(self.tensors),
             "gemms": self.gemms,
             "scheduled": self.scheduled,
@@ -85,12 +93,16 @@ class FeatureConfig:
         }
 
 
-def _key_rule(name: str, key: str | Key | Choice) -> tuple[str, str, list[str], bool]:
+def _key_rules(keys: Mapping[str, str | Key | Choice]) -> list[tuple[Any, ...]]:
+    return [(name, *_key_rule(key)) for name, key in keys.items()]
+
+
+def _key_rule(key: str | Key | Choice) -> tuple[Any, ...]:
     if isinstance(key, Choice):
-        return name, "choice", list(key.values), key.required
+        return "choice", list(key.values), key.required, None, None
     if isinstance(key, str):
         key = Key(key)
-    return name, key.kind, [], key.required
+    return key.kind, [], key.required, key.at_least, key.at_most
 
 
 def parsed_by_engine(method: Callable[..., Any]) -> Callable[..., Any]:

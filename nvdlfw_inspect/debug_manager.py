@@ -58,7 +58,7 @@ class DebugManager:
         drain: Callables that wait for pending statistics and log them. They run before the logs
             are closed or shown.
         log_dir: The directory for everything that a session writes.
-        root_log_dir: The directory of the log files: `log_dir`, or "" if there are none.
+        statistics_files: Whether statistics go to files there.
         config_names: The sections of the configuration.
         config_hash: Hash of its content, which ranks compare.
         layer_names: Names given to layers, whether or not the layers have run.
@@ -73,11 +73,11 @@ class DebugManager:
         calls: Calls,
         config: LoadedConfig,
         log_dir: str,
-        has_log_files: bool,
+        statistics_files: bool,
     ) -> None:
         self.drain: list[Callable[[], None]] = []
         self.log_dir = log_dir
-        self.root_log_dir = log_dir if has_log_files else ""
+        self.statistics_files = statistics_files
         self.config_names = config.names
         self.config_hash = config.hash
         self.layer_names: set[str] = set()
@@ -233,7 +233,7 @@ class DebugManager:
 
     def begin(self) -> None:
         """Begin the session, and tell the listeners."""
-        self._run(self, FileLogger(self.root_log_dir, self._session))
+        self._run(self, FileLogger(self.log_dir, self._session))
         for listener in list(_listeners):
             listener.initialized(self)
 

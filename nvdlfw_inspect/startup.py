@@ -45,8 +45,8 @@ class Settings:
     log_timestamps: bool = True
 
     @property
-    def logs_to_files(self) -> bool:
-        """Whether log files are written; without another logger they always are."""
+    def statistics_files(self) -> bool:
+        """Whether statistics go to files; without another logger they always do."""
         other = self.statistics_logger is not None or self.tb_writer is not None
         return self.default_logging_enabled or not other
 
@@ -80,6 +80,19 @@ class _Source:
         return cls(path.read_bytes(), name, f"Reading config from {name}.")
 
 
+def check(settings: Settings) -> None:
+    """Raise the errors of `start` that can be known while another session runs.
+
+    With `feature_dirs` these are errors of arguments alone: their files are not run.
+
+    Raises:
+        TypeError, ValueError: An argument or the configuration is wrong.
+    """
+    source, directories, _ = _checked(settings)
+    if not directories:
+        _load(source, import_built_in())
+
+
 def start(settings: Settings) -> DebugManager:
     """Start a session.
 
@@ -87,17 +100,7 @@ def start(settings: Settings) -> DebugManager:
         TypeError, ValueError: An argument or the configuration is wrong.
         RuntimeError: A feature cannot be created.
     """
-    if settings.statistics_logger is not None:
-        require_logger("initialize", settings.statistics_logger)
-    if settings.tb_writer is not None and not hasattr(settings.tb_writer, "add_scalar"):
-        got = type(settings.tb_writer).__name__
-        raise TypeError(f"[initialize] expected tb_writer with add_scalar, got {got}")
-    if not isinstance(settings.log_dir, (str, os.PathLike)):
-        got = type(settings.log_dir).__name__
-        raise TypeError(f"[initialize] expected log_dir as a path, got {got}")
-    first_step = step_number("initialize", "init_training_step", settings.init_training_step)
-    source = _Source.of(settings.config_file)
-    directories = _directories(settings.feature_dirs)
+    source, directories, first_step = _checked(settings)
     loader = FeatureLoader(directories)
     calls = Calls(loader.load)
     callouts = _engine.Callouts(calls)
@@ -123,6 +126,20 @@ def start(settings: Settings) -> DebugManager:
         raise
 
 
+def _checked(settings: Settings) -> tuple[_Source, list[str], int]:
+    """Return the configuration, the feature directories and the first step."""
+    if settings.statistics_logger is not None:
+        require_logger("initialize", settings.statistics_logger)
+    if settings.tb_writer is not None and not hasattr(settings.tb_writer, "add_scalar"):
+        got = type(settings.tb_writer).__name__
+        raise TypeError(f"[initialize] expected tb_writer with add_scalar, got {got}")
+    if not isinstance(settings.log_dir, (str, os.PathLike)):
+        got = type(settings.log_dir).__name__
+        raise TypeError(f"[initialize] expected log_dir as a path, got {got}")
+    first_step = step_number("initialize", "init_training_step", settings.init_training_step)
+    return _Source.of(settings.config_file), _directories(settings.feature_dirs), first_step
+
+
 def _manager(
     settings: Settings,
     source: _Source,
@@ -131,7 +148,8 @@ def _manager(
     config: _engine.LoadedConfig,
 ) -> DebugManager:
     """Make the manager of the session, and log the settings of the session."""
-    manager = DebugManager(session, calls, config, str(settings.log_dir), settings.logs_to_files)
+    log_dir, files = str(settings.log_dir), settings.statistics_files
+    manager = DebugManager(session, calls, config, log_dir, files)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:
             manager.log_message(message)
@@ -171,7 +189,8 @@ def _load(source: _Source, missing: list[tuple[str, str]]) -> _engine.LoadedConf
 def _log_options(settings: Settings) -> _engine.LogOptions:
     overwrite = _env.log_overwrite()
     return _engine.LogOptions(
-        directory=str(settings.log_dir) if settings.logs_to_files else "",
+        directory=str(settings.log_dir),
+        statistics=settings.statistics_files,
         rank=get_distributed_rank(),
         stamp=_env.log_stamp(),
         append_text=overwrite is False,
@@ -192,7 +211,7 @@ def _add_loggers(settings: Settings, session: _engine.Session) -> list[str]:
     if settings.tb_writer is not None:
         loggers.append(TensorboardLogger(settings.tb_writer))
         messages.append("TB Writer found. Logging to Tensorboard..")
-    if settings.logs_to_files:
+    if settings.statistics_files:
         loggers.append(StatisticsFiles(session))
         messages.append(f"Default logging to file enabled at {settings.log_dir}")
     return messages

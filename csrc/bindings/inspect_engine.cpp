@@ -2,8 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -80,6 +83,18 @@ std::vector<std::pair<std::string, std::string>> discover(
   return broken;
 }
 
+using Bound = std::optional<int64_t>;
+using Key = std::tuple<std::string, std::string, std::vector<std::string>, bool, Bound, Bound>;
+using Keys = std::vector<Key>;
+
+std::vector<inspect::KeyRule> key_rules(const Keys& keys) {
+  std::vector<inspect::KeyRule> rules;
+  for (const auto& [name, kind, choices, required, at_least, at_most] : keys) {
+    rules.push_back({name, kind, choices, required, at_least, at_most});
+  }
+  return rules;
+}
+
 inspect::FeatureRule rule_of(const py::dict& described) {
   const auto get = [&](const char* key, auto fallback) {
     return described.contains(key) ? described[key].cast<decltype(fallback)>() : fallback;
@@ -95,9 +110,9 @@ inspect::FeatureRule rule_of(const py::dict& described) {
   rule.conflicts = get("conflicts", Names());
   rule.takes_gemms = get("gemms", false);
   rule.scheduled = get("scheduled", false);
-  using Key = std::tuple<std::string, std::string, Names, bool>;
-  for (auto& [name, kind, choices, required] : get("keys", std::vector<Key>())) {
-    rule.keys.push_back({name, kind, choices, required});
+  rule.keys = key_rules(get("keys", Keys()));
+  for (const auto& [name, keys] : get("statistic_keys", std::map<std::string, Keys>())) {
+    rule.statistic_keys.emplace(name, key_rules(keys));
   }
   return rule;
 }
@@ -119,14 +134,15 @@ std::optional<inspect::FeatureId> add(Engine& engine, const py::dict& described,
 
 void bind_engine(py::module_& m) {
   py::class_<inspect::LogOptions>(m, "LogOptions")
-      .def(py::init([](std::string directory, int rank, std::string stamp, bool append_text,
-                       bool append_rows, bool timestamps, int level) {
-             return inspect::LogOptions{
-                 std::move(directory), rank, std::move(stamp), append_text, append_rows,
-                 timestamps,           level};
+      .def(py::init([](std::string directory, bool statistics, int rank, std::string stamp,
+                       bool append_text, bool append_rows, bool timestamps, int level) {
+             return inspect::LogOptions{std::move(directory), statistics,  rank,
+                                        std::move(stamp),     append_text, append_rows,
+                                        timestamps,           level};
            }),
-           py::kw_only(), py::arg("directory"), py::arg("rank"), py::arg("stamp"),
-           py::arg("append_text"), py::arg("append_rows"), py::arg("timestamps"), py::arg("level"));
+           py::kw_only(), py::arg("directory"), py::arg("statistics") = true, py::arg("rank"),
+           py::arg("stamp"), py::arg("append_text"), py::arg("append_rows"), py::arg("timestamps"),
+           py::arg("level"));
 
   py::class_<LoadedConfig>(m, "LoadedConfig")
       .def_property_readonly("names", [](const LoadedConfig& c) { return c.loaded.config.names(); })

@@ -22,7 +22,7 @@ class Loader {
 
   void load(const Node& root) {
     const ConfigPath top(loaded_.problems, Severity::Error);
-    if (root.is_null()) return;
+    if (root.is_null()) return top.warn(root.mark, "expected sections, got an empty file");
     if (!root.is_mapping()) {
       top.mistake(root.mark, "expected sections, each under its name, got " + brief(root));
       return;

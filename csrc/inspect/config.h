@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,6 +21,9 @@ struct KeyRule {
   std::string kind;                       // "bool", "int", "number", "string", "choice", "any"
   std::vector<std::string> choices = {};  // of "choice"; compared without case
   bool required = false;
+  // Bounds of "int".
+  std::optional<int64_t> at_least = {};
+  std::optional<int64_t> at_most = {};
 };
 
 struct FeatureRule {
@@ -29,6 +33,8 @@ struct FeatureRule {
   std::vector<KeyRule> keys = {};
   // Allowed `stats`: regular expressions that match whole names. Empty: no key `stats`.
   std::vector<std::string> statistics = {};
+  // By name, the keys of statistics that may be written as a mapping, `{name: {key: value}}`.
+  std::map<std::string, std::vector<KeyRule>> statistic_keys = {};
   std::vector<std::string> tensors = {};  // allowed tensor names; empty: takes no tensors
   bool takes_gemms = false;               // gemms or gemms_struct is required
   bool scheduled = false;                 // freq, start_step, end_step, start_end_list

@@ -16,6 +16,7 @@ using Name = std::optional<std::string_view>;
 
 const Strings kGemmNames(kGemms.begin(), kGemms.end());
 const Strings kTensorNames(kTensors.begin(), kTensors.end());
+constexpr std::string_view kOfLayers = "transformer_engine";  // its features are called by layers
 
 enum class Level { Feature, Gemm, Tensor };
 
@@ -87,22 +88,28 @@ class BodyCheck {
 
   const Strings& tensors() const { return rule_.tensors.empty() ? kTensorNames : rule_.tensors; }
 
-  // Free-form features may have names of their own: those of Transformer Engine are suggested, not
-  // demanded.
+  // Free-form features may be called by hand with names of their own: those of layers are not
+  // demanded. Outside of the layers' namespace they are only suggested.
   void check_name(const Node& node, const Strings& legal, const ConfigPath& path) const {
     if (!node.is_string()) {
       path.mistake(node.mark, "expected a name, got " + brief(node));
     } else if (!has(legal, node.as_string())) {
-      const bool near = nearest(node.as_string(), legal).has_value();
-      if (rule_.free_form && !near) return;
+      const bool meant = rule_.ns == kOfLayers || nearest(node.as_string(), legal).has_value();
+      if (rule_.free_form && !meant) return;
       (rule_.free_form ? path.as_warnings() : path)
           .mistake(node.mark, expected_one_of(legal, node.as_string()));
     }
   }
 
+  // An empty list is legal, but probably not meant.
   void check_names(const Node& node, const Strings& legal, const ConfigPath& path) const {
+    const std::vector<const Node*> items = as_list(node);
+    if (items.empty()) {
+      (node.is_null() && !rule_.free_form ? path : path.as_warnings())
+          .mistake(node.mark, "expected at least one name, got " + brief(node));
+    }
     size_t index = 0;
-    for (const Node* item : as_list(node)) {
+    for (const Node* item : items) {
       check_name(*item, legal, node.is_sequence() ? path.at(index++) : path);
     }
   }
@@ -132,9 +139,10 @@ class BodyCheck {
                       : key.kind == "number" ? node.is_int() || node.is_double()
                       : key.kind == "string" ? node.is_string()
                                              : true;
-    if (!fits) {
-      const char* article = key.kind == "int" ? "an " : "a ";
-      path.mistake(node.mark, concat("expected ", article, key.kind, ", got ", brief(node)));
+    const bool too_small = node.is_int() && key.at_least && node.as_int() < *key.at_least;
+    const bool too_large = node.is_int() && key.at_most && node.as_int() > *key.at_most;
+    if (!fits || too_small || too_large) {
+      path.mistake(node.mark, concat("expected ", described(key), ", got ", brief(node)));
     } else if (key.kind == "choice") {
       const std::string text = key_text(node);
       const bool legal = node.is_string() && std::ranges::any_of(key.choices, [&](const auto& c) {
@@ -144,18 +152,59 @@ class BodyCheck {
     }
   }
 
-  // A statistic with parameters is written as a mapping of its name.
+  // "an int of at least 1 and at most 2"
+  static std::string described(const KeyRule& key) {
+    std::string text = concat(key.kind == "int" ? "an " : "a ", key.kind);
+    if (key.at_least) text += concat(" of at least ", *key.at_least);
+    if (key.at_most) text += concat(key.at_least ? " and" : " of", " at most ", *key.at_most);
+    return text;
+  }
+
   void check_statistics(const Node& node, const ConfigPath& path) const {
     const std::vector<const Node*> items = as_list(node);
     if (items.empty()) path.mistake(node.mark, "expected at least one statistic, got none");
     for (size_t i = 0; i < items.size(); ++i) {
-      const Node* item = items[i];
-      if (item->is_mapping() && item->as_mapping().size() == 1) item = &item->as_mapping()[0].first;
-      const ConfigPath here = node.is_sequence() ? path.at(i) : path;
-      if (!item->is_string()) {
-        here.mistake(item->mark, "expected the name of a statistic, got " + brief(*item));
-      } else if (!has_statistic(rule_, item->as_string())) {
-        here.mistake(item->mark, not_a_statistic(item->as_string()));
+      check_statistic(*items[i], node.is_sequence() ? path.at(i) : path);
+    }
+  }
+
+  // A statistic with keys of its own may be written as a mapping of its name.
+  void check_statistic(const Node& item, const ConfigPath& path) const {
+    const bool mapping = item.is_mapping() && item.as_mapping().size() == 1;
+    const Node& name = mapping ? item.as_mapping()[0].first : item;
+    if (!name.is_string()) {
+      path.mistake(name.mark, "expected the name of a statistic, got " + brief(name));
+    } else if (!has_statistic(rule_, name.as_string())) {
+      path.mistake(name.mark, not_a_statistic(name.as_string()));
+    } else if (mapping) {
+      check_statistic_keys(item, path);
+    }
+  }
+
+  void check_statistic_keys(const Node& item, const ConfigPath& path) const {
+    const auto& [key, body] = item.as_mapping()[0];
+    const auto rule = rule_.statistic_keys.find(key.as_string());
+    if (rule == rule_.statistic_keys.end()) {
+      const std::string alone = concat("expected ", key.as_string(), " without keys, got ");
+      return path.mistake(key.mark, alone + brief(item));
+    }
+    const ConfigPath inside = path.at(key.as_string());
+    if (body.is_null()) return;
+    if (!body.is_mapping()) return expect_keys(body, key.mark, inside);
+    check_keys(body, rule->second, inside);
+  }
+
+  void check_keys(const Node& body, const std::vector<KeyRule>& rules,
+                  const ConfigPath& path) const {
+    for (const auto& [key, node] : body.as_mapping()) {
+      const std::string name = key_text(key);
+      const auto rule = std::ranges::find(rules, name, &KeyRule::name);
+      if (rule != rules.end()) {
+        check_value(*rule, node, path.at(name));
+      } else {
+        Strings known;
+        for (const KeyRule& one : rules) known.push_back(one.name);
+        path.at(name).mistake(key.mark, expected_one_of(known, name));
       }
     }
   }
@@ -217,13 +266,15 @@ class WholeCheck {
     for (const auto& [gemm, tensor] : pairs_of(use_.body)) {
       const std::optional<Node> config = config_for(use_, raw, gemm, tensor);
       if (!config) continue;
-      if (rule_.takes_gemms && gemm && tensor && !takes_or_gives(*gemm, *tensor)) {
+      if (!rule_.tensors.empty() && !config->find("tensor")) {
+        missing("tensors or tensors_struct", *config, gemm);
+      } else if (rule_.takes_gemms && gemm && tensor && !takes_or_gives(*gemm, *tensor)) {
         strangers_.emplace_back(*gemm, *tensor);
         continue;
       }
       if (gemm) used_.insert(*gemm);
       if (tensor) used_.insert(*tensor);
-      check_one(*config, tensor);
+      check_one(*config);
     }
     tell_strangers();
   }
@@ -242,8 +293,7 @@ class WholeCheck {
                               ", which those GEMMs do not take: ignored");
   }
 
-  void check_one(const Node& config, const Name& tensor) {
-    if (!rule_.tensors.empty() && !tensor) missing("tensors or tensors_struct", config);
+  void check_one(const Node& config) {
     if (!rule_.statistics.empty() && !config.find("stats")) missing("stats", config);
     for (const KeyRule& key : rule_.keys) {
       if (key.required && !config.find(key.name)) missing(key.name, config);
@@ -257,9 +307,9 @@ class WholeCheck {
     }
   }
 
-  void missing(std::string_view key, const Node& config) {
+  void missing(std::string_view key, const Node& config, const Name& gemm = std::nullopt) {
     once(path_, config.mark.line > 0 ? config.mark : use_.mark,
-         concat("expected the key ", key, ", got none"));
+         concat("expected the key ", key, gemm ? concat(" for gemm ", *gemm) : "", ", got none"));
   }
 
   void once(const ConfigPath& path, Mark mark, const std::string& message) {

@@ -102,6 +102,8 @@ Selector read_selector(const Node& layers, const ConfigPath& path, const RegexSe
       }
     } else if (name == "layer_name_regex_pattern") {
       read_pattern(node, inner, regex, selector);
+    } else if (node.is_null() && (name == "layer_types" || name == "layer_numbers")) {
+      inner.mistake(key.mark, "expected at least one value, got none");
     } else if (name == "layer_types") {
       selector.layer_types = strings(node, inner);
     } else if (name == "layer_numbers") {

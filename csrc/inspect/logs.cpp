@@ -77,6 +77,7 @@ Logs::Logs(LogOptions options, Clock clock)
   const std::string text = concat("nvdlfw_inspect_", stamp, "globalrank-", options_.rank, ".log");
   const std::string root = options_.directory + "/";
   messages_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_logs/" + text, options_.append_text);
+  if (!options_.statistics) return;
   statistics_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_statistics_logs/" + text,
                                           options_.append_text);
   rows_ = std::make_unique<LogFile>(concat(root, "statistics_rank-", options_.rank, ".jsonl"),

@@ -19,7 +19,8 @@ namespace te::inspect {
 using Clock = std::function<std::chrono::system_clock::time_point()>;
 
 struct LogOptions {
-  std::string directory;  // empty: no files
+  std::string directory;   // empty: no files
+  bool statistics = true;  // else there is the file of messages alone
   int rank = 0;
   std::string stamp;         // in the names of the text files: 20250131_051157
   bool append_text = false;  // else text files of earlier sessions are truncated

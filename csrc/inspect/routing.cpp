@@ -50,6 +50,12 @@ bool exclude_each_other(const FeatureRule& one, const FeatureRule& other) {
   return one.name == other.name || names(one, other.name) || names(other, one.name);
 }
 
+std::string way_out(const FeatureRule& one, const FeatureRule& other) {
+  const bool statistics = one.name == other.name && !one.statistics.empty();
+  return concat(statistics ? "put the statistics in one section, or " : "",
+                "give the sections different layers");
+}
+
 }  // namespace
 
 Router::Router(const Config& config, const Registry& registry, RegexSearch regex,
@@ -124,7 +130,7 @@ void Router::check(const std::vector<const FeatureUse*>& uses, const Target& tar
         return concat(use.feature, " of section ", config_.sections[use.section].name);
       };
       fail(Kind::Value, "config", "expected one of ", named(*uses[j]), " and ", named(*uses[i]),
-           " on ", *shared, ", got both (", config_.origin, ")");
+           " on ", *shared, ", got both: ", way_out(earlier, later), " (", config_.origin, ")");
     }
   }
 }

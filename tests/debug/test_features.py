@@ -1,9 +1,11 @@
 """The built-in features that route or modify, against their definitions."""
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from debug_session import debugging, section
 from fake_manager import session
 from hook_cases import MODULES, build, train
 from precisions import RECIPES, scope
@@ -47,6 +49,22 @@ def test_fake_quant_is_its_definition(quant_format: str, margin: int) -> None:
     out = torch.empty_like(x)
     assert FakeQuant().modify_tensor(config, tensor=x, out=out, **arguments) is None
     assert torch.equal(out, made)
+
+
+@pytest.mark.parametrize("feature", ["FakeQuant", "PerTensorScaling"])
+def test_margins_are_exponents_of_fp32(tmp_path: Path, feature: str) -> None:
+    keys = {"gemms": ["fprop"], "tensors": ["weight"]}
+    keys |= {"quant_format": "E4M3"} if feature == "FakeQuant" else {}
+    for margin in (-126, 127):
+        with debugging(tmp_path, section(feature, **keys, margin=margin)):
+            pass
+    for margin in (-127, 128, 10000):
+        expected = f"margin: expected an int of at least -126 and at most 127, got {margin}"
+        with (
+            pytest.raises(ValueError, match=expected),
+            debugging(tmp_path, section(feature, **keys, margin=margin)),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("special", [0.0, float("inf"), float("nan")])

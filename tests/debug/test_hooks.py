@@ -52,6 +52,22 @@ def test_order_of_calls(recipe: str) -> None:
     ]
 
 
+def test_results_that_a_feature_modified_are_shown_once_more() -> None:
+    recorder = Recorder()
+    results = {"tensors": ["output", "dgrad"]}
+    with session(("layer", recorder, {}), ("layer", Modifier(), results)):
+        train(build("linear", "cpu"), RECIPES["delayed"], steps=1)
+    seen = [(c[0], c[2]) for c in recorder.calls if c[2] in ("output", "dgrad", "wgrad")]
+    assert [s for s in seen if s[0] != "inspect?"] == [
+        ("inspect", "output"),
+        ("after", "output"),
+        ("inspect", "dgrad"),
+        ("after", "dgrad"),
+        ("inspect", "wgrad"),
+    ]
+    assert [c[3] for c in recorder.calls if c[0] == "after"] == ["fprop", "dgrad"]
+
+
 def test_mlp_names_both_gemms_each_way() -> None:
     recorder = Recorder()
     with session(("layer", recorder, {})):

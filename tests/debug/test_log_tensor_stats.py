@@ -1,7 +1,9 @@
 """LogTensorStats by hand and in modules, against float64 torch."""
 
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from statistics_reference import ALL, assert_statistics, reference
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
+from transformer_engine.debug.features.log_fp8_tensor_stats import LogFp8TensorStats
+from transformer_engine.debug.features.log_tensor_stats import LogTensorStats
 
 KINDS = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 
@@ -186,3 +190,23 @@ def test_a_norm_in_front_gives_its_output(tmp_path: Path, device: str, recipe: s
         y.sum().backward()
         debug_api.step()
     assert_statistics(logged(tmp_path)[0, "qkv", "activation"], reference(normed))
+
+
+@pytest.mark.parametrize(
+    ("stats", "got"),
+    [
+        ({"max": 1}, "stats: expected max without keys, got {'max': 1}"),
+        ([{"max_blockwise_dynamic_range": {"dims": 3}}], "dims: expected an int of at least 1 and"),
+        ([{"max_blockwise_dynamic_range": {"block": 16}}], "expected one of block_size, dims, got"),
+    ],
+)
+def test_keys_of_statistics_are_checked_at_load(tmp_path: Path, stats: Any, got: str) -> None:
+    config = section("LogTensorStats", tensors=["weight"], stats=stats)
+    with pytest.raises(ValueError, match=re.escape(got)):
+        debug_api.initialize({"s": config}, log_dir=tmp_path)
+
+
+@pytest.mark.parametrize("feature", [LogTensorStats, LogFp8TensorStats])
+def test_unknown_statistics_are_told_with_their_layer(feature: type) -> None:
+    with pytest.raises(ValueError, match=r"got 'median' \(layer l, tensor weight\)"):
+        feature().requested_statistics({"stats": ["median"]}, "l", "weight", None)

@@ -316,3 +316,31 @@ def test_messages_come_once(tmp_path: Path) -> None:
     lines = log.read_text()
     assert lines.count("Feature=LogFp8TensorStats, API=inspect_tensor: activation") == 1
     assert lines.count("Tensor: activation, gemm fprop - High precision") == 1
+
+
+@pytest.mark.parametrize("order", ["training first", "evaluation first", "evaluation alone"])
+def test_an_evaluation_counts_as_in_eager_mode(tmp_path: Path, order: str) -> None:
+    def training(layer: torch.nn.Module, call: Wrap) -> None:
+        call(batch(layer, 0)).square().sum().backward()
+
+    def evaluation(layer: torch.nn.Module, call: Wrap) -> None:
+        layer.eval()
+        with torch.no_grad():
+            call(10 * batch(layer, 1))
+        layer.train()
+
+    runs = [evaluation] if "alone" in order else [training, evaluation]
+    statistics = section("LogTensorStats", tensors=SIX, stats=["max", "l1_norm"])
+    logs = []
+    for how in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager")):
+        folder = tmp_path / str(len(logs))
+        with debugging(folder, statistics):
+            layer = build("Linear", "cpu")
+            call = how(layer)
+            for _ in range(2):
+                for part in reversed(runs) if order == "evaluation first" else runs:
+                    part(layer, call)
+                debug_api.step()
+        logs.append(logged(folder))
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 2 * (3 if "alone" in order else 6)

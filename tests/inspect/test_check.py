@@ -198,12 +198,13 @@ def test_sections_that_clash_on_a_layer_of_the_model(
         line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")
     )
     where = "on layer model.0.layernorm_mlp.fc2, tensor activation"
-    end = f"got both ({folder / 'config.yaml'})"
+    end = f"give the sections different layers ({folder / 'config.yaml'})"
+    together = f"got both: put the statistics in one section, or {end}"
     fake, scaled = "FakeQuant of section first", "PerTensorScaling of section second"
     logs = [f"LogTensorStats of section {name}" for name in ("first", "second")]
     assert errors == [
-        f"error: expected one of {fake} and {scaled} {where}, gemm fprop, {end}",
-        f"error: expected one of {logs[0]} and {logs[1]} {where}, {end}",
+        f"error: expected one of {fake} and {scaled} {where}, gemm fprop, got both: {end}",
+        f"error: expected one of {logs[0]} and {logs[1]} {where}, {together}",
     ]
     disjoint = TWICE.replace("fc2, proj", "proj")
     assert check(folder, disjoint, "--model", "clashing_model:build") == 0

@@ -76,7 +76,8 @@ def test_a_logger_instead_of_files(initialize: Initialize, tmp_path: Path) -> No
     debug_api.step()
     assert [name for name, _, _ in logger.seen] == ["l_weight_min", "l_weight_max", "l_weight_mean"]
     assert logger.seen[0] == ("l_weight_min", -1 / 3, 2)
-    assert not list(tmp_path.iterdir())
+    assert messages(tmp_path) == ["INFO - Using the provided logger for logging tensor statistics."]
+    assert [path.name for path in tmp_path.iterdir()] == ["nvdlfw_inspect_logs"]
 
 
 def test_a_logger_beside_files(initialize: Initialize, tmp_path: Path) -> None:
@@ -96,7 +97,12 @@ def test_tensorboard(initialize: Initialize, tmp_path: Path) -> None:
     manager = initialize(tb_writer=writer)
     manager.log_statistics(2, "l", "weight", VALUES)
     assert writer.seen[0] == ("l_weight_min", -1 / 3, 2)
-    assert not list(tmp_path.iterdir())
+    debug_api.log_message("by hand")
+    assert messages(tmp_path)[-2:] == [
+        "INFO - TB Writer found. Logging to Tensorboard..",
+        "INFO - by hand",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["nvdlfw_inspect_logs"]
 
 
 def test_tensorboard_once_the_session_runs(initialize: Initialize) -> None:
@@ -207,3 +213,6 @@ def test_show_reads_what_is_there(
     assert "l.fc1" in capsys.readouterr().out
     debug_api.show()
     assert "no session is running, call initialize() first" in capsys.readouterr().out
+    initialize(tb_writer=Writer())
+    debug_api.show()
+    assert "the session writes no statistics to files" in capsys.readouterr().out

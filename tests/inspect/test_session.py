@@ -218,7 +218,7 @@ def test_without_a_session_the_others_say_so(call: Callable[[], Any], error: typ
 
 
 def test_unknown_arguments_warn(initialize: Initialize) -> None:
-    with pytest.warns(UserWarning, match="logger is not known") as caught:
+    with pytest.warns(UserWarning, match="logger .* did you mean statistics_logger") as caught:
         initialize(logger=3)
     assert caught[0].filename.endswith("conftest.py"), "points at the caller"
 

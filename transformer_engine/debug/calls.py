@@ -101,7 +101,7 @@ class FeatureCalls:
         )
 
     def inspect_after(self, gemm: str, x: torch.Tensor, rowwise: bool) -> None:
-        """Call `inspect_tensor_postquantize` with the operand of a GEMM."""
+        """Call `inspect_tensor_postquantize` with the operand of a GEMM, or its new result."""
         self._show("inspect_tensor_postquantize", x, gemm=gemm, rowwise=rowwise)
 
     def _show(self, call: str, x: torch.Tensor, **more: Any) -> None:

@@ -308,9 +308,11 @@ class Inspector:
         if not self.selects:  # reading the names of layers would make them guards of the graph
             return quantizers
         found, ranks = [], (module.tp_group, module.tp_size)
+        evaluating = not (module.training or torch.is_grad_enabled())
         for name, own in zip(module.chain.gemm_names, quantizers, strict=True):
             replicated = replicated_tensors(module.chain.stages, name)
-            about = compiled.LayerInGraph(name, device, dtype, self.name, *ranks, replicated)
+            facts = (name, device, dtype, self.name, evaluating, *ranks, replicated)
+            about = compiled.LayerInGraph(*facts)
             found.append(compiled.traced(about, own))
         return found
 

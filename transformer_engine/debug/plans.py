@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from transformer_engine.debug.names import NAMESPACE, OPERANDS, ROUTING_CALLS, TENSORS, GemmTensor
@@ -21,7 +22,7 @@ class Plan(Enum):
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How one tensor of a layer is made and inspected."""
+    """How one tensor of a layer is made and inspected; both sides of a result are the same."""
 
     tensor: GemmTensor
     rowwise: Plan
@@ -104,16 +105,17 @@ class Planner:
         by_kernels = by_kernels and all(_has(r, "built_in_statistics") for r in looking)
         inspect = not by_kernels and self._ask("inspect_tensor_enabled", tensor)
         gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
-        after = [False, False]
+        ask_after = partial(self._ask, "inspect_tensor_postquantize_enabled", tensor)
         if tensor.is_operand:
-            after = [self._ask("inspect_tensor_postquantize_enabled", tensor, g) for g in gemms]
-        plans = [self._side(tensor, gemm) for gemm in gemms]
+            after = [ask_after(gemm) for gemm in gemms]
+            plans = [self._side(tensor, gemm) for gemm in gemms]
+        else:
+            plans = [self._side(tensor, gemm) for gemm in gemms]
+            after = [p is Plan.MODIFY and ask_after(g) for p, g in zip(plans, gemms, strict=True)]
         # A side in high precision has no operand of its own to inspect.
-        after = [
-            a and p is not Plan.HIGH_PRECISION for a, p in zip(after, (plans * 2)[:2], strict=True)
-        ]
+        after = [a and p is not Plan.HIGH_PRECISION for a, p in zip(after, plans, strict=True)]
         statistics = looking if by_kernels else ()
-        return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[1], statistics)
+        return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[-1], statistics)
 
     def _side(self, tensor: GemmTensor, gemm: str) -> Plan:
         modify = self._ask("modify_tensor_enabled", tensor, gemm)

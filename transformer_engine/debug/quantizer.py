@@ -204,9 +204,11 @@ class InspectedResult(Quantizer):
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
         """Let features modify the result, then inspect it."""
         x = self.inner.process_gemm_output(x)
+        gemm = self.plan.tensor.rowwise
         if self.plan.rowwise is Plan.MODIFY:
-            gemm = self.plan.tensor.rowwise
             x = self.calls.check_dtype(self.calls.modify(gemm, x, None), x.dtype, gemm)
         if self.plan.inspect:
             self.calls.inspect(x)
+        if self.plan.inspect_rowwise:
+            self.calls.inspect_after(gemm, x, True)
         return x

@@ -2,6 +2,7 @@
 // and gemm.
 #include <gtest/gtest.h>
 
+#include "core/error.h"
 #include "inspect/config.h"
 #include "inspect/config_yaml.h"
 #include "inspect/rules.h"
@@ -33,8 +34,8 @@ std::string said(const std::string& text, Name gemm, Name tensor) {
 TEST(FeatureConfig, NamesAreChecked) {
   expect_problem("LogTensorStats", "stats: [max, maen], tensors: weight",
                  "c.yaml:6:35: s.transformer_engine.LogTensorStats.stats[1]: expected one of min, "
-                 "max, mean, std, "
-                 "l1_norm, l2_norm, cur_amax, dynamic_range, got 'maen'; did you mean 'mean'?");
+                 "max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_range, "
+                 "max_blockwise_dynamic_range, got 'maen'; did you mean 'mean'?");
   expect_problem("LogTensorStats", "stats: Max, tensors: weight", "stats: expected one of");
   expect_problem(
       "LogTensorStats", "stats: max, tensors: [activaton]",
@@ -54,7 +55,9 @@ TEST(FeatureConfig, NamesAreChecked) {
   expect_problem("FakeQuant", "gemms: fprop, tensors: weight, quant_format: FP8E4M4",
                  "expected one of FP8E4M3, FP8E5M2, got 'FP8E4M4'; did you mean 'FP8E4M3'?");
   expect_problem("FakeQuant", "gemms: fprop, tensors: weight, quant_format: FP8E4M3, margin: 1.5",
-                 "margin: expected an int, got 1.5");
+                 "margin: expected an int of at most 127, got 1.5");
+  expect_problem("FakeQuant", "gemms: fprop, tensors: weight, quant_format: FP8E4M3, margin: 128",
+                 "margin: expected an int of at most 127, got 128");
   EXPECT_EQ(
       problems(with_feature("FakeQuant", "gemms: fprop, tensors: weight, quant_format: fp8e4m3")),
       "");
@@ -75,7 +78,7 @@ TEST(FeatureConfig, WhatIsMissing) {
   expect_problem("FakeQuant", "gemms: [fprop], tensors: [weight]",
                  "expected the key quant_format, got none");
   expect_problem("FakeQuant", "gemms_struct: [{gemm: fprop}], quant_format: FP8E4M3",
-                 "expected the key tensors or tensors_struct");
+                 "expected the key tensors or tensors_struct for gemm fprop, got none");
   expect_problem("FakeQuant", "gemms_struct: [{tensors: weight}], quant_format: FP8E4M3",
                  "gemms_struct[0]: expected the key gemm, got {");
   expect_problem("Custom", "tensors_struct: [{k: 1}]",
@@ -94,6 +97,78 @@ TEST(FeatureConfig, WhatIsMissing) {
       "c.yaml:1:66: s.transformer_engine.DisableFP8Layer: expected keys in it, indented deeper "
       "than "
       "its name, got none\n");
+}
+
+TEST(FeatureConfig, ListsWithoutNames) {
+  const auto found = [](const std::string& feature, const std::string& body) {
+    return problems(with_feature(feature, body));
+  };
+  for (const char* key : {"gemms", "tensors"}) {
+    const std::string said = concat(key, ": expected at least one name, got ");
+    EXPECT_NE(found("FakeQuant", concat(key, ": ~, margin: 0")).find("FakeQuant." + said + "null"),
+              std::string::npos);
+    EXPECT_NE(found("Custom", concat(key, ": ~")).find("Custom." + said + "null"),
+              std::string::npos);
+    EXPECT_EQ(found("Custom", concat(key, ": ~")).find("(warning)"), 0U);
+    EXPECT_EQ(found("Custom", concat(key, ": []")).find("(warning)"), 0U);
+  }
+  EXPECT_EQ(found("LogTensorStats", "stats: [max], tensors: []"),
+            "(warning) c.yaml:6:45: s.transformer_engine.LogTensorStats.tensors: expected at "
+            "least one name, got []\n");
+  EXPECT_EQ(found("LogTensorStats", "stats: [max], tensors: "),
+            "c.yaml:6:45: s.transformer_engine.LogTensorStats.tensors: expected at least one "
+            "name, got null\n");
+}
+
+TEST(FeatureConfig, KeysOfStatisticsAreChecked) {
+  const auto of_blocks = [](const std::string& keys) {
+    return problems(with_feature(
+        "LogTensorStats", "tensors: weight, stats: [max_blockwise_dynamic_range: " + keys + "]"));
+  };
+  EXPECT_EQ(of_blocks("{block_size: 16, dims: 2}") + of_blocks("{dims: ~}") + of_blocks("~"), "");
+  const std::string path =
+      ": s.transformer_engine.LogTensorStats.stats[0].max_blockwise_dynamic_range";
+  EXPECT_EQ(of_blocks("{dims: 3}"), "c.yaml:6:83" + path +
+                                        ".dims: expected an int of at least 1 and at most 2, "
+                                        "got 3\n");
+  EXPECT_EQ(of_blocks("{block_size: 0}"),
+            "c.yaml:6:89" + path + ".block_size: expected an int of at least 1, got 0\n");
+  EXPECT_EQ(
+      of_blocks("{block: 16}"),
+      "c.yaml:6:77" + path +
+          ".block: expected one of block_size, dims, got 'block'; did you mean 'block_size'?\n");
+  EXPECT_EQ(of_blocks("16"), "c.yaml:6:76" + path + ": expected a mapping, got 16\n");
+  for (const char* stats : {"{max: 1}", "{max: ~}", "[{max: {dims: 1}}]"}) {
+    expect_problem("LogTensorStats", concat("tensors: weight, stats: ", stats),
+                   "expected max without keys, got {'max': ");
+  }
+  expect_problem("LogTensorStats", "tensors: weight, stats: [{max: 1, min: 1}]",
+                 "stats[0]: expected the name of a statistic, got {'max': 1, 'min': 1}");
+}
+
+TEST(FeatureConfig, EveryGemmNeedsTensors) {
+  for (const char* body : {"gemms_struct: [{gemm: fprop}, {gemm: dgrad, tensors: [weight]}]",
+                           "gemms: fprop, gemms_struct: [{gemm: dgrad, tensors: [weight]}]"}) {
+    EXPECT_EQ(problems(with_feature("PerTensorScaling", body)),
+              "c.yaml:6:7: s.transformer_engine.PerTensorScaling: expected the key tensors or "
+              "tensors_struct for gemm fprop, got none\n");
+  }
+}
+
+TEST(FeatureConfig, NamesThatLayersDoNotHaveWarn) {
+  const auto found = [](const std::string& feature, const std::string& body) {
+    return problems("s:\n  enabled: yes\n  layers: {layer_types: all}\n  " + feature +
+                    "enabled: yes, " + body + "}");
+  };
+  EXPECT_EQ(found("transformer_engine:\n    Custom: {", "gemms: [forward], tensors: [act]"),
+            "(warning) c.yaml:5:36: s.transformer_engine.Custom.gemms[0]: expected one of fprop, "
+            "dgrad, wgrad, got 'forward'\n"
+            "(warning) c.yaml:5:56: s.transformer_engine.Custom.tensors[0]: expected one of "
+            "activation, weight, gradient, output, wgrad, dgrad, got 'act'; did you mean "
+            "'activation'?\n");
+  EXPECT_EQ(found("LogTensorStats: {", "gemms: [forward], tensors: [act]"), "");
+  EXPECT_NE(found("LogTensorStats: {", "tensors: wieght").find("did you mean 'weight'?"),
+            std::string::npos);
 }
 
 TEST(FeatureConfig, SchedulesAreChecked) {

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "core/error.h"
 #include "inspect/rules.h"
 #include "inspect/suggest.h"
 
@@ -10,11 +11,13 @@ namespace te::inspect {
 namespace {
 
 TEST(Config, EmptyOnesHaveNoFeatures) {
-  for (const char* text : {"", "{}", "# nothing\n", "~"}) {
+  for (const char* text : {"", "# nothing\n", "~", "{}"}) {
     const Loaded loaded = load(text);
-    EXPECT_TRUE(loaded.problems.empty()) << text;
+    EXPECT_FALSE(loaded.has_errors()) << text;
+    EXPECT_EQ(loaded.problems.empty(), text == std::string("{}")) << text;
     EXPECT_TRUE(loaded.config.sections.empty());
   }
+  EXPECT_EQ(problems("# nothing\n"), "(warning) c.yaml: expected sections, got an empty file\n");
   EXPECT_EQ(problems("[a]"), "c.yaml:1:1: expected sections, each under its name, got ['a']\n");
   EXPECT_EQ(problems("a: [1"),
             "c.yaml:1:6: expected YAML, got no ] that closes the [ of line 1, column 4\n");
@@ -108,6 +111,11 @@ TEST(Config, SelectorMistakes) {
   has("{layer_names: [a]}", "got 'layer_names'; did you mean 'layer_");
   has("{exact_layer_names: []}",
       "4:31: s.layers.exact_layer_names: expected at least one name, got []");
+  for (const char* key : {"layer_types", "layer_numbers"}) {
+    has(concat("{", key, ": }"),
+        concat("4:12: s.layers.", key, ": expected at least one value, got none"));
+  }
+  EXPECT_EQ(selector_problems("{layer_types: []}"), "") << "all layers";
   has("{layer_types: [fc1, 2]}", "4:31: s.layers.layer_types[1]: expected a string, got 2");
   has("{layer_name_regex_pattern: '('}", "expected a regular expression of Python, got '(': ");
   has("{layer_name_regex_pattern: [a]}", "expected a regular expression, got ['a']");

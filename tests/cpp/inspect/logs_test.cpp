@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
 #include <limits>
 #include <vector>
 
@@ -99,6 +100,18 @@ TEST_F(LogsTest, WithoutTimestamps) {
   logs.message(40, "loud");
   EXPECT_EQ(read(folder / "nvdlfw_inspect_logs/nvdlfw_inspect_20250131_051157_globalrank-3.log"),
             "ERROR - loud\n");
+}
+
+TEST_F(LogsTest, WithoutFilesOfStatistics) {
+  LogOptions some = options();
+  some.statistics = false;
+  Logs logs(some);
+  logs.message(20, "Loaded.");
+  logs.add({2, "l.fc1", "activation", "max", "l.fc1_activation_max", 4.31884});
+  EXPECT_EQ(logs.finish(), std::nullopt);
+  EXPECT_NE(read(messages).find("Loaded."), std::string::npos);
+  EXPECT_FALSE(std::filesystem::exists(statistics));
+  EXPECT_FALSE(std::filesystem::exists(rows));
 }
 
 TEST_F(LogsTest, ValuesOfAllKinds) {

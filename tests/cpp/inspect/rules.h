@@ -21,13 +21,16 @@ inline std::vector<FeatureRule> feature_rules() {
   const std::vector<std::string> operands = {"activation", "gradient", "weight"};
   const std::vector<std::string> every = {"activation", "gradient", "weight",
                                           "output",     "wgrad",    "dgrad"};
-  const std::vector<KeyRule> margin = {{.name = "margin", .kind = "int"}};
+  const std::vector<KeyRule> margin = {{.name = "margin", .kind = "int", .at_most = 127}};
   return {
       {.ns = ns,
        .name = "LogTensorStats",
        .free_form = false,
        .statistics = {"min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax",
-                      "dynamic_range"},
+                      "dynamic_range", "max_blockwise_dynamic_range"},
+       .statistic_keys = {{"max_blockwise_dynamic_range",
+                           {{.name = "block_size", .kind = "int", .at_least = 1},
+                            {.name = "dims", .kind = "int", .at_least = 1, .at_most = 2}}}},
        .tensors = every,
        .scheduled = true},
       {.ns = ns,

@@ -8,12 +8,14 @@ import torch
 
 from nvdlfw_inspect import api
 from nvdlfw_inspect._engine import schedule_of
+from nvdlfw_inspect.base import Key
 from nvdlfw_inspect.registry import api_method
 from transformer_engine.debug.shared_amax import groups_of
 from transformer_engine.pytorch.kernels.amax import amax
 
 OPERANDS = ("activation", "gradient", "weight")
 TENSORS = (*OPERANDS, "output", "wgrad", "dgrad")
+MARGIN = Key("int", at_least=-126, at_most=127)  # 2^margin is a normal number of fp32
 
 
 class Scheduled:

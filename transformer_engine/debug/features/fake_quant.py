@@ -8,7 +8,7 @@ import torch
 
 from nvdlfw_inspect.base import Choice, FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
-from transformer_engine.debug.features.configuration import TENSORS, Modifying, delivered
+from transformer_engine.debug.features.configuration import MARGIN, TENSORS, Modifying, delivered
 from transformer_engine.debug.mx import fake_quantize_to_mx
 from transformer_engine.debug.names import OPERANDS
 from transformer_engine.debug.scaling import fake_quantize
@@ -31,7 +31,7 @@ class FakeQuant(Modifying):
         gemms / gemms_struct: fprop, dgrad, wgrad
         tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
         quant_format: FP8E4M3 or FP8E5M2 (also written E4M3, E5M2), MXFP8E4M3 or MXFP8E5M2
-        margin: int, default 0: scale = fp8_max / (amax * 2^margin)
+        margin: int from -126 to 127, default 0: scale = fp8_max / (amax * 2^margin)
 
     Example:
         example_fake_quant_fp8:
@@ -50,7 +50,7 @@ class FakeQuant(Modifying):
     """
 
     CONFIG: ClassVar = FeatureConfig(
-        keys={"quant_format": Choice(*FORMATS, *MX_FORMATS, required=True), "margin": "int"},
+        keys={"quant_format": Choice(*FORMATS, *MX_FORMATS, required=True), "margin": MARGIN},
         tensors=TENSORS,
         gemms=True,
         aliases=("FakeQuantFp8",),

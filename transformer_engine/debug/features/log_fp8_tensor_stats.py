@@ -71,14 +71,15 @@ class LogFp8TensorStats(Scheduled):
     built_in_statistics = True
 
     def requested_statistics(
-        self, config: dict[str, Any], tensor: str, schedule: Any
+        self, config: dict[str, Any], layer: str, tensor: str, schedule: Any
     ) -> list[Subscription]:
-        """The statistics that a section of the configuration requests of a tensor.
+        """The statistics that a section of the configuration requests of a tensor of a layer.
 
         Raises:
-            ValueError: an unknown statistic.
+            ValueError: an unknown statistic, of a configuration that was not checked.
         """
-        return [_subscription(stat, schedule) for stat in named(config["stats"])]
+        where = f"layer {layer}, tensor {tensor}"
+        return [_subscription(stat, schedule, where) for stat in named(config["stats"])]
 
     @api_method
     def inspect_tensor(
@@ -105,11 +106,11 @@ class LogFp8TensorStats(Scheduled):
             )
 
 
-def _subscription(stat: str, schedule: Any) -> Subscription:
+def _subscription(stat: str, schedule: Any, where: str) -> Subscription:
     if stat not in _NAMES:
         raise ValueError(
             "[LogFp8TensorStats] expected stats of [<recipe>_]<statistic>[_columnwise] with recipe "
-            f"{' or '.join(RECIPES)} and statistic {', '.join(STATISTICS)}, got {stat!r}"
+            f"{' or '.join(RECIPES)} and statistic {', '.join(STATISTICS)}, got {stat!r} ({where})"
         )
     recipe, statistic, columnwise = _NAMES[stat]
     source = Source(Kind.CASTS, recipe=recipe, columnwise=columnwise)

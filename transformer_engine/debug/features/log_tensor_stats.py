@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.base import FeatureConfig, Key
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.configuration import TENSORS, Scheduled, named
 from transformer_engine.debug.session import collector
@@ -21,8 +21,9 @@ _BOTH_ORIENTATIONS = ("activation", "weight")  # taken row-wise and column-wise 
 class LogTensorStats(Scheduled):
     """Log statistics of tensors in high precision.
 
-    The micro-batches of a step count as one tensor; for weights, the first micro-batch counts. The
-    ranks of the reduction group count as one tensor too (for weights: the ranks of the tensor
+    The micro-batches of a step count as one tensor; for weights, the first micro-batch counts. An
+    evaluation (`eval()` under `no_grad`) counts only in steps in which the layer is not trained.
+    The ranks of the reduction group count as one tensor too (for weights: the ranks of the tensor
     parallel group). `debug_api.step()` logs the statistics of a step. They change no result.
 
     Keys:
@@ -52,20 +53,29 @@ class LogTensorStats(Scheduled):
     """
 
     CONFIG: ClassVar = FeatureConfig(
-        statistics=(*STATISTICS, BLOCKWISE), tensors=TENSORS, scheduled=True
+        statistics=(*STATISTICS, BLOCKWISE),
+        statistic_keys={
+            BLOCKWISE: {
+                "block_size": Key("int", at_least=1),
+                "dims": Key("int", at_least=1, at_most=2),
+            }
+        },
+        tensors=TENSORS,
+        scheduled=True,
     )
     built_in_statistics = True
     logged_call = "look_at_tensor_before_process"
 
     def requested_statistics(
-        self, config: dict[str, Any], tensor: str, schedule: Any
+        self, config: dict[str, Any], layer: str, tensor: str, schedule: Any
     ) -> list[Subscription]:
-        """The statistics that a section of the configuration requests of a tensor.
+        """The statistics that a section of the configuration requests of a tensor of a layer.
 
         Raises:
-            ValueError: an unknown statistic.
+            ValueError: an unknown statistic, of a configuration that was not checked.
         """
-        return [_subscription(stat, tensor, schedule) for stat in named(config["stats"])]
+        where = f"layer {layer}, tensor {tensor}"
+        return [_subscription(stat, tensor, schedule, where) for stat in named(config["stats"])]
 
     @api_method
     def inspect_tensor(
@@ -98,7 +108,7 @@ def _check(tensor: torch.Tensor, layer: str, name: str) -> None:
         )
 
 
-def _subscription(stat: Any, tensor: str, schedule: Any) -> Subscription:
+def _subscription(stat: Any, tensor: str, schedule: Any, where: str) -> Subscription:
     if isinstance(stat, dict) and set(stat) == {BLOCKWISE}:
         return _blockwise(stat[BLOCKWISE] or {}, tensor, schedule)
     if stat == BLOCKWISE:
@@ -106,19 +116,13 @@ def _subscription(stat: Any, tensor: str, schedule: Any) -> Subscription:
     if stat not in STATISTICS:
         raise ValueError(
             f"[LogTensorStats] expected stats of {', '.join(STATISTICS)} or "
-            f"{BLOCKWISE}: {{block_size: 32, dims: 1}}, got {stat!r}"
+            f"{BLOCKWISE}: {{block_size: 32, dims: 1}}, got {stat!r} ({where})"
         )
     return Subscription(stat, MOMENTS, stat, schedule)
 
 
 def _blockwise(options: dict[str, Any], tensor: str, schedule: Any) -> Subscription:
-    block, dims = options.get("block_size", 32), options.get("dims", 1)
-    whole = all(isinstance(value, int) for value in (block, dims))
-    if set(options) - {"block_size", "dims"} or not whole or block < 1 or dims not in (1, 2):
-        raise ValueError(
-            f"[LogTensorStats] expected {BLOCKWISE}: {{block_size: a positive integer, dims: 1 or "
-            f"2}}, got {options!r}"
-        )
+    block, dims = options.get("block_size") or 32, options.get("dims") or 1
     both = tensor in _BOTH_ORIENTATIONS
     name = f"{BLOCKWISE}_block_size_{block}_dims_{dims}"
     source = Source(Kind.BLOCKS, block=block, dims=dims, both=both)

@@ -27,7 +27,7 @@ class PerTensorScaling(Modifying):
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad
         tensors / tensors_struct: activation, gradient, weight
-        margin: int, default 0: scale = fp8_max / (amax * 2^margin)
+        margin: int from -126 to 127, default 0: scale = fp8_max / (amax * 2^margin)
 
     Example:
         example_per_tensor_scaling:
@@ -43,7 +43,7 @@ class PerTensorScaling(Modifying):
     """
 
     CONFIG: ClassVar = FeatureConfig(
-        keys={"margin": "int"},
+        keys={"margin": configuration.MARGIN},
         tensors=configuration.OPERANDS,
         gemms=True,
         conflicts=("FakeQuant",),

@@ -184,7 +184,8 @@ class Collector:
         found: list[Subscription] = []
         for routed in self.manager.route(NAMESPACE, layer, "inspect_tensor", tensor):
             if getattr(routed.feature, "built_in_statistics", False):
-                found += routed.feature.requested_statistics(routed.config, tensor, routed.schedule)
+                requested = routed.feature.requested_statistics
+                found += requested(routed.config, layer, tensor, routed.schedule)
         return found
 
     def moved(self) -> None:

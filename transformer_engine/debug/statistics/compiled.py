@@ -40,12 +40,16 @@ class Feed:
     unlogged: Sequence[Any]  # features of the tensor whose use is not in the debug log yet
     quantizer: Quantizer  # has the scaling and the format of the cast in the graph
     dtype: torch.dtype  # of activations
+    evaluating: bool  # see `TensorStatistics.enter`
 
     def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:
         """Take what is due; for the arguments see `fp8.inspector.show_to_inspector`."""
         statistics, captured = self.statistics, is_capturing()
-        if statistics.tensor in _OF_FORWARD and graph_task() != -1:
-            return  # a backward recomputes this forward
+        if statistics.tensor in _OF_FORWARD:
+            if graph_task() != -1:
+                return  # a backward recomputes this forward
+            if not captured:
+                statistics.enter(self.evaluating)
         if not (statistics.due or captured):
             return
         if self.unlogged:
@@ -144,6 +148,7 @@ class LayerInGraph(NamedTuple):
         device: of its parameters.
         dtype: of activations.
         session: name of the session for which the graph is traced.
+        evaluating: nothing is trained by its calls.
         tp_group: tensor parallel group of the layer.
         tp_size: its size.
         replicated: names of the tensors that are the same on all ranks of that group.
@@ -153,6 +158,7 @@ class LayerInGraph(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     session: str
+    evaluating: bool
     tp_group: Any
     tp_size: int
     replicated: Sequence[str]
@@ -182,7 +188,7 @@ def _enter(layer: str, fp8: bool, session: str) -> None:
 def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
     """Register the `Feed` of a tensor and return its name; "" if no statistic is ever due."""
     inspector = process_state().inspector
-    layer, device, dtype, session, *ranks, replicated = about
+    layer, device, dtype, session, evaluating, *ranks, replicated = about
     ranks.append(tensor in replicated)
     statistics, features = inspector.statistics_of(layer, tensor, device, *ranks)
     if statistics is None:
@@ -191,7 +197,7 @@ def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
     if scaling:
         quantizer = Fp8Quantizer(format)
         quantizer.scaling = scaling
-    name = f"{layer}, {tensor}, {device}, {dtype}, {scaling} {format}, {session}"
+    name = f"{layer}, {tensor}, {device}, {dtype}, {scaling} {format}, {evaluating}, {session}"
     if name not in inspector.feeds:
-        inspector.feeds[name] = Feed(statistics, features, quantizer, dtype)
+        inspector.feeds[name] = Feed(statistics, features, quantizer, dtype, evaluating)
     return name
