@@ -268,8 +268,8 @@ def test_features_are_listed_and_explained(
     assert capsys.readouterr().out == "----- \nfeature: ns.Counter \nCounts. \n***** \n"
     debug_api.explain_features(["Counter"])
     assert "feature: ns.Counter" in capsys.readouterr().out
-    debug_api.explain_features(["ns.Nothing"])
-    assert "feature: ns.Nothing is not supported in this tool." in capsys.readouterr().out
+    debug_api.explain_features(["ns.Absent"])
+    assert "feature: ns.Absent is not supported in this tool." in capsys.readouterr().out
     debug_api.explain_features("Countr")
     assert "not supported in this tool; did you mean Counter?" in capsys.readouterr().out
     debug_api.explain_features()
