@@ -1,4 +1,4 @@
-"""The bars of the project, and the best that others reach on the same kind of GPU.
+"""The bars of the project, and the best values of other libraries on the same kind of GPU.
 
 A goal covers the rows of one benchmark whose `op` matches its pattern and which carry a `bar`.
 """

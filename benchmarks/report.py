@@ -21,10 +21,13 @@ INTRODUCTION = """\
 This page is made by `benchmarks/report.py` from `benchmarks/results/*.json`; `make bench` measures
 again.
 
-`ratio` is the time of the yardstick over ours, both from the same run: 1.00 is as fast, more is
-faster. For memory-bound kernels the yardstick is a device copy that moves as many bytes as the
-kernel must move once, from cold caches. Times are medians; the JSON files have the 10th and 90th
-percentiles. Where lower is better, the column `bar` shows it.
+`ratio` is the time of a reference divided by ours, both from the same run: with 1.00 both are
+equally fast, with more ours is faster. For memory-bound kernels the reference is a device copy that
+moves as many bytes as the kernel must move once, from cold caches. Times are medians; the JSON
+files have the 10th and 90th percentiles.
+
+`bar` is the value that this project wants to reach; `<=` in it means that lower is better. `best
+peer` is the best value of other libraries on the same kind of GPU; TE is NVIDIA's package.
 """
 
 Row = dict[str, Any]

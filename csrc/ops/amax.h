@@ -1,5 +1,5 @@
-// amax: max |x| (NaN ignored) and, from it, the scale of current scaling; all on the device. An
-// amax that others have contributed to is an x of one value.
+// amax: max |x| (NaN ignored) and, from it, the scale of current scaling; all on the device. To get
+// the scale of an amax that ranks have reduced, pass it as x: a tensor of one value.
 #pragma once
 
 #include <span>

@@ -1,5 +1,6 @@
-// What the instruction set that device code is compiled for has. Host code asks device_limits()
-// instead (cuda/device_limits.h), which also knows what the device has and what was switched off.
+// The features of the instruction set for which device code is compiled. Host code reads
+// current_device_limits() instead (cuda/launch.h), which also knows the limits of the device and
+// what was switched off.
 #pragma once
 
 namespace te::cuda {

@@ -61,8 +61,8 @@ class ChainBuilder:
         names: of the values that come in.
 
     Attributes:
-        tokens: for each value, its tokens (the first size) divided by those of the value that comes
-            in which it depends on by way of first inputs.
+        tokens: for each value, its number of tokens (the first size) divided by that of an input of
+            the chain: the one that following first inputs leads to.
     """
 
     def __init__(self, *names: str) -> None:

@@ -1,9 +1,9 @@
-"""`ChainOperator`: what the operators of compiled code run, a chain of one part or of several.
+"""`ChainOperator`: a chain of one or several parts that the operators of compiled code run.
 
-Operators know a chain by its description alone: layers that are alike share one, and a graph that a
-cache on disk keeps means the same in another process. All tensors come in with each call:
-quantizers of the plan read stand-ins in place of scaling state, which `bind` replaces where stages
-run one by one.
+A description identifies the chain of an operator, not a module: equal layers share an operator, and
+a graph from a cache on disk means the same in another process. All tensors are arguments of each
+call. Quantizers of the plan have stand-ins in place of scaling state; `bind` makes a plan with the
+state of a call if stages run one by one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class PartFacts(NamedTuple):
         dtype: of activations.
         needs: see `CallPlan`.
         gemms: descriptions of the quantizers of each GEMM.
-        rooms: how many tensors of scaling state are its own.
+        rooms: how many tensors of scaling state it has.
         options: returned by `Stage.describe_options` of its first stage.
         flush: first run the updates of scales that compiled code has deferred.
         recomputed: a checkpoint in the graph may recompute the call.
-        weights: shapes of the weights of its GEMMs: an operator remembers what it has made.
+        weights: shapes of the weights of its GEMMs; an operator stores the places of its tensors.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class PlacedPart(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """How forwards with certain sizes ran, as their backward must know.
+    """How forwards with certain sizes ran; their backward needs to know this.
 
     Attributes:
         shapes: of the values that came in.
@@ -208,7 +208,7 @@ class ChainOperator:
         with process_state().gemms.apart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
             if trace is not None and trace.by_stages != _by_stages(of_segments):
-                # recorded before, but these addresses or strides do not suit the recording
+                # recorded before, but the recording does not take these addresses or strides
                 copies = tuple([None if x is None else x.clone() for x in inputs])
                 results, saved, of_segments = segments.forward(plan, copies, state)
         if trace is None:
@@ -226,7 +226,7 @@ class ChainOperator:
             of_all, saved = traced(None, run_forward(plan, values, 0, len(chain.steps)))
         results = [values[v] for v in chain.outputs]
         trace = self._trace_of(inputs, results, saved, (of_all,))
-        # A size that was a symbol, and is a number by now, has no hash.
+        # A size that was a symbol has no hash, even if it is a number now.
         self._traces["shapes", tuple([int(n) for n in self.sizes(inputs)])] = trace
         made = [*results, *saved]
         return [pick.of(made) for pick in trace.places.picks]

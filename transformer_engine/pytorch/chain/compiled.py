@@ -1,11 +1,11 @@
 """Operators of compiled code: one for the forward of a chain or a layer, one for its backward.
 
 Dynamo sees `te::chain`. AOTAutograd looks inside and finds the autograd function below, which calls
-`te::chain_forward` and `te::chain_backward`; they run what eager calls run (`segments`), recorded
-as in eager. A key says which `ChainOperator` that is. It is made of the description of parts.
+`te::chain_forward` and `te::chain_backward`. These run segments, recorded as in eager mode. A key,
+which is a hash of the description of all parts, names their `ChainOperator`.
 
-Calls are traced stage by stage where sizes are symbols, where the input is so large that the GPU is
-what takes time (parts give memory back earlier), and in checkpoints, whose policies name operators.
+Calls are traced stage by stage if sizes are symbols, if the input is so large that the host's time
+does not matter (parts free memory earlier), and in checkpoints, whose policies name operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPERATORS: dict[str, ChainOperator] = {}
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """Of this package, whose version stays the same from commit to commit."""
+    """A hash of this package's sources; its version stays the same from commit to commit."""
     digest = hashlib.sha256(transformer_engine.__version__.encode())
     for path in sorted(Path(transformer_engine.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -46,7 +46,7 @@ def operator_key(values: int, parts: Sequence[Any], outputs: Sequence[int]) -> s
         parts: a tuple with the elements of a `PlacedPart` for each, facts as a tuple, too.
         outputs: see `ChainOperator`.
     """
-    # A graph that a cache on disk keeps must not meet an operator that saves other tensors.
+    # A graph from a cache on disk must not find an operator that saves other tensors.
     text = repr((_hash_of_sources(), values, parts, outputs))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _OPERATORS:

@@ -65,9 +65,9 @@ class Flow:
         return part(*arguments)
 
     def admit(self, condition: Callable[[str], bool]) -> None:
-        """Of a flow for one operator: no operator if this does not hold for the type of device.
+        """Check a condition of a later part now, before the parts ahead of it are traced.
 
-        For conditions that some later part has, to find out before all others are traced.
+        In a flow for one operator there is no operator if it is False for the type of device.
         """
 
 
@@ -97,7 +97,8 @@ class ListingFlow(Flow):
         if type(module) not in _FORWARDS:
             raise NotOneChain
         self.modules.append(module)
-        # Compiled code looks at this in every call: in Python where an attribute may be absent.
+        # A guard of compiled code checks this in every call; `getattr` would need one in Python,
+        # because the attribute may be absent.
         if module.__dict__.get("return_bias"):
             raise NotOneChain
         if isinstance(module, FlowModule):

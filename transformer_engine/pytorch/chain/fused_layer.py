@@ -106,7 +106,8 @@ class FusedLayer:
 
     Attributes:
         chain: of the whole layer; None if it has none.
-        likes: what parts are planned with, for each a value that comes in and the ratio of tokens.
+        likes: tensors that parts are planned with: for each, the number of a value that comes in,
+            and the ratio of its tokens to those of that value.
     """
 
     def __init__(self, layer: Any, values: Sequence[str], groups: Arguments) -> None:
@@ -164,7 +165,7 @@ class FusedLayer:
 
 
 def backward_end_of(parts: Sequence[Any]) -> Step | None:
-    """The step that ends behind the backward of these parts; see `AutocastStack`."""
+    """The autocast step that ends with the backward of these parts, or None."""
     if not autocast_stack().step.first_pending:
         return None
     for part in parts:

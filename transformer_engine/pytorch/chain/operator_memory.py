@@ -1,9 +1,9 @@
-"""What an operator returns of the tensors that its backward reads, which may share memory.
+"""How an operator returns the tensors that its backward reads, although they may share memory.
 
-An operator may not return two tensors in the same memory. So it returns all that is saved in one
-slab, which is what a recording saves; calls that ran stage by stage copy what they have saved into
-one. Where a call has several recordings, with collectives between them, it returns each memory by
-itself: the tensor where backward reads the memory as that tensor alone, else all its bytes.
+An operator may not return two tensors in the same memory. So it returns all saved tensors as one
+slab: that of the recording, or a copy if the call ran stage by stage. If a call has several
+recordings, with collectives between them, it returns each memory separately: as a tensor if the
+backward reads it only as that tensor, else as bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 def reading_of(x: torch.Tensor, start: int = 0) -> Reading:
     """How `x` reads its memory from byte `start` on."""
     offset = int(x.storage_offset()) * x.itemsize - start
-    # What was a symbol, and is a number by now, has no hash.
+    # A size that was a symbol has no hash, even if it is a number now.
     shape, strides = ([int(n) for n in sizes] for sizes in (x.shape, x.stride()))
     return Reading(offset, tuple(shape), tuple(strides), x.dtype)
 
@@ -211,7 +211,7 @@ def _apart(
 
 
 def _only_reading(x: torch.Tensor, ways: Iterable[Reading]) -> Reading | None:
-    """The way in which all of the memory of `x` is read; None if there are more."""
+    """The way in which all of the memory of `x` is read; None if there are several ways."""
     first, *others = ways
     size = first.dtype.itemsize
     for n in first.shape:

@@ -1,4 +1,4 @@
-"""What layers that ranks share have sent: collectives and bytes, by layer and dtype."""
+"""The collectives and bytes that tensor parallel layers have sent, by layer and dtype."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ParallelReport:
 
     Attributes:
         counts: calls, and bytes that this rank brought to them, by kind.
-        asked: what shall overlap by the `ub_*` arguments of layers that have run, by layer.
+        asked: which collectives the `ub_*` arguments ask to overlap, for layers that have run.
 
     >>> sent = Sent("fc1", "all-gather", "forward", "fp8", overlapped=False)
     >>> ParallelReport({sent: (1, 4096)}).bytes("fp8")
@@ -71,7 +71,7 @@ class ParallelReport:
 
 
 def parallel_report(reset: bool = False) -> ParallelReport:
-    """What layers that tensor parallel ranks share have sent since the start (or the last reset).
+    """What tensor parallel layers have sent since the start (or the last reset).
 
     Args:
         reset: start counting anew.

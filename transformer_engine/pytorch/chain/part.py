@@ -83,7 +83,7 @@ class Part:
         dtype = values.like.dtype
         needs = values.with_parameters(parameters) if needs is None else needs
         if torch.compiler.is_compiling():
-            if values.in_operator:  # what stages make of it would be conditions of the graph
+            if values.in_operator:  # plans of stages would become guards of the graph
                 return self._plan_with(dtype, needs, options), parameters
             return self._prepared(dtype, needs, options), parameters
         key = (dtype, needs, options)

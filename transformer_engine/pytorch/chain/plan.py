@@ -30,23 +30,23 @@ class CallPlan:
             are equal bit for bit.
         is_recompute: the call is the recompute of an earlier one (see `recompute`).
         recompute_plan: the plan of the recomputes of this plan's calls.
-        recompute_scales: of a plan of recomputes: memory for the scales of the first forward.
+        recompute_scales: in the plan of recomputes, memory for the scales of the first forward.
         columns: of the module's scaling state, which hold the scales of its casts.
         options: further settings that stages of this chain read.
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
         operator: in compiled code the key of the operator that runs the call; else empty.
-        facts: of a plan of an operator: the elements of `PartFacts`; else None.
+        facts: in the plan of an operator, the elements of `PartFacts`; else None.
         cse_barrier: an empty tensor that kernels of the forward take as an argument, so that a
             compiler does not merge them with equal kernels of another call; None if it may.
-        state: of a plan of an operator: the memory of scaling state, or stand-ins for it.
+        state: in the plan of an operator, the memory of scaling state, or stand-ins for it.
         bind: makes the same plan with other scaling state in place of the stand-ins.
         stage_plans: of each stage.
         differentiable: for each stage, whether it has a gradient to compute.
         recordings: segments by shapes of the inputs; None if calls are not recorded.
         joins: collectives may be recorded together with the stages around them; no longer once such
             a recording was refused.
-        outgrew_slabs: a segment has done so.
+        outgrew_slabs: a segment needs too much memory for slabs.
         recorded: in the last forward every segment that can be recorded ran from its recording.
         inspect_at: the tick of the inspector from which on it may inspect the call.
         inspection: the last decision of the inspector.

@@ -4,7 +4,7 @@ If nobody observes a part and the time of the call is host time, the stages of a
 chain, run as one node (`fused_layer.py`). A layer runs part by part where
 
     functorch transforms the call, or it is exported to ONNX;
-    the first input is too large to be `is_host_bound`: parts give memory back earlier;
+    the first input is too large to be `is_host_bound`: parts free memory earlier;
     somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
         replaced on the object or its class, a compiled module, parametrisation, another class;
     somebody waits for the gradient of a parameter: a hook on it;
@@ -13,8 +13,8 @@ chain, run as one node (`fused_layer.py`). A layer runs part by part where
     a part has no chain for its arguments: a cache of keys and values, FP8 attention,
         recomputation, a bias that is returned.
 
-Compiled code has one operator for such a layer (`compiled_layer.py`), also in what is large: there
-the operator is traced stage by stage. Both ways give the same results, bit for bit.
+Compiled code has one operator for such a layer (`compiled_layer.py`). With a large input, it traces
+the operator stage by stage. Both ways give the same results, bit for bit.
 """
 
 from __future__ import annotations

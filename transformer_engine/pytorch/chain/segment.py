@@ -34,7 +34,7 @@ _Reader = Callable[[Buffers], Sequence[torch.Tensor | None]]
 
 
 class Trace(NamedTuple):
-    """How one segment ran in the forward, as its backward must know.
+    """How one segment ran in the forward; its backward needs to know this.
 
     Attributes:
         segment: None if the whole chain ran stage by stage, without segments.
@@ -78,7 +78,7 @@ class Segment:
         read_inputs: takes the inputs of `forward` out of all values.
         outgrew_slabs: a call needs much memory, so that tensors should not share slabs.
         refused: why the segment cannot be recorded; `""` if it may be.
-        backwards: recordings of the backward, or why there is none, by what calls differ in.
+        backwards: recordings of the backward, or why there is none, by the facts that may differ.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Stage`, the base of what modules consist of: forward, data gradient, parameter gradients.
+"""`Stage`, the base class of the steps of a module: forward, data and parameter gradients.
 
 A stage reads values and parameters (tensors of the call: weights, masks, angles), and makes values.
 It holds no tensors: `forward` returns what the backward needs as `Saved`. Fusion is negotiated: a
@@ -81,7 +81,7 @@ class Stage:
         token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
         passes_requests: its result is its input, so it hands the request of its consumer on.
-        options_vary: `options_in` returns others for other shapes.
+        options_vary: `options_in` returns different options for different shapes.
         delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
     """
 
@@ -112,7 +112,7 @@ class Stage:
     def describe_options(self, options: Any) -> tuple[Any, ...] | None:
         """Constants that describe the options of calls in compiled code, see `options_in`.
 
-        None where no operator of several parts may run them.
+        None if no operator of several parts can run such calls.
         """
         return (options,)
 
@@ -130,9 +130,9 @@ class Stage:
         return call
 
     def recomputes(self) -> Recomputes:
-        """What `backward_data` can make of the first result, so that its reader need not save it.
+        """What `backward_data` can compute of the first result; its reader need not save that.
 
-        Values alone, or also transposed codes, as `Saved.result_request` says.
+        Only its values, or also transposed codes; `Saved.result_request` says which are needed.
         """
         return "nothing"
 
@@ -194,9 +194,10 @@ class Stage:
         return None
 
     def weight_request(self, plan: Any) -> OperandRequest | None:
-        """The cast of the weight that `forward` would make; None if it must not be made before.
+        """The request for its weight, if that may be cast before `forward`, together with others.
 
-        Where it is made before, `forward` finds a `CastWeight` in place of the weight.
+        `forward` then gets a `CastWeight` instead of the weight. None if it must cast the weight
+        itself, or casts none.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Runs a chain stage by stage, forward and backward.
 
-The backward of a collective starts as soon as the gradient that it sends is there. The gradients of
-the parameters of the stage behind it are computed while it runs, or by `backward_dw`.
+The backward of a collective starts as soon as the gradient that it sends exists. While it runs, the
+gradients of the parameters of the next stage are computed, unless `backward_dw` does so.
 """
 
 from __future__ import annotations

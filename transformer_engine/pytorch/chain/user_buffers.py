@@ -1,7 +1,7 @@
-"""`initialize_ub`: layers whose `ub_*` arguments ask for overlap may run.
+"""`initialize_ub`, which must be called before layers whose `ub_*` arguments ask for overlap.
 
-The name is NVIDIA's, for buffers that its kernels share between ranks. Here it is the place that
-knows the ranks and sizes of what overlaps; see `parallel.overlap`.
+The name is NVIDIA's, for buffers that its kernels share between ranks. Here it checks its arguments
+and records the number of ranks; see `parallel.overlap`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclass
 class UserBuffers:
-    """What `initialize_ub` was told, and which layers have run since.
+    """The number of ranks of `initialize_ub`, and the layers that have run since.
 
     Attributes:
         tp_size: how many ranks share a layer.
@@ -95,7 +95,7 @@ def initialize_ub(
 
     Raises:
         RuntimeError: torch.distributed is not initialised; buffers are there already.
-        ValueError: sizes, modes or settings that cannot be.
+        ValueError: invalid sizes, modes or settings.
         TypeError: arguments of other types.
 
     Example:
@@ -142,7 +142,7 @@ def destroy_ub() -> None:
 
 
 def note_layer(ranks: TensorParallel) -> None:
-    """A layer is about to run first; nothing is checked unless it asks for overlap.
+    """Record a layer that asks for overlap, before its first call; others are ignored.
 
     Raises:
         RuntimeError: `initialize_ub` was not called.

@@ -1,7 +1,7 @@
-"""Casts the weights of several stages at once, before the first of them runs.
+"""Casts the weights of several stages with one kernel, before the first of them runs.
 
-A launch takes longer than the cast of a small weight. The casts are those that the stages would
-make; their codes live a little longer.
+A launch takes longer than the cast of a small weight. The results equal those of separate casts,
+but the codes live a little longer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operan
 
 
 class CastWeight(NamedTuple):
-    """What a stage gets in place of its weight."""
+    """What a stage gets in place of its weight, if that has been cast before."""
 
     weight: torch.Tensor
     operands: Operands
 
 
 def unpacked(weight: Any) -> tuple[torch.Tensor, Operands | None]:
-    """A weight, and what it has been cast to."""
+    """A weight, and its operands if it has been cast before."""
     return weight if type(weight) is CastWeight else (weight, None)
 
 
@@ -56,10 +56,10 @@ def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> di
 
 
 def _key(weight: torch.Tensor, request: OperandRequest) -> Hashable | None:
-    """Casts of one batch differ in nothing of this; None is a cast by itself."""
+    """Weights with equal keys are cast together; None if a weight must be cast alone."""
     quantizer, sides = request.quantizer, (request.rowwise, request.columnwise)
     described = quantizer.description() if quantizer.casts_many else None
     if described is None:
         return None
-    # A quantizer of an evaluation has a scale, but no amax.
+    # Under delayed scaling a quantizer has a scale, and an amax only if the call is recorded.
     return described, weight.dtype, sides, len(quantizer.persistent_tensors())

@@ -25,7 +25,7 @@ def get_default_recipe() -> Recipe:
 
 
 def checked_recipe(recipe: Recipe | None) -> Recipe:
-    """The recipe of an autocast that was given this one."""
+    """The recipe of an autocast with this argument, after checks."""
     if recipe is None:
         return get_default_recipe()
     if find_rules(recipe) is None:
@@ -42,7 +42,7 @@ def _described(recipe: object) -> str:
 
 
 def scope_of(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> Scope:
-    """What these arguments of an autocast ask for, checked."""
+    """The scope of an autocast with these arguments, after checks."""
     check_group("fp8_autocast", "amax_reduction_group (fp8_group)", group)
     return Scope(enabled, calibrating, checked_recipe(recipe), group)
 
@@ -52,14 +52,14 @@ class autocast(ContextDecorator):
 
     Args:
         enabled: quantise the operands of GEMMs.
-        calibrating: with `enabled=False`, run in high precision but note the amaxes of inputs and
+        calibrating: with `enabled=False`, run in high precision but record the amaxes of inputs and
             weights, so that their scales are ready at exit.
-        recipe: `DelayedScaling()` where None.
+        recipe: None means `DelayedScaling()`.
         amax_reduction_group: process group over which amaxes are reduced; None is all ranks.
 
     Raises:
         ValueError: the recipe is not one of this package's.
-        TypeError: a recipe in the place of a flag; a group that is none.
+        TypeError: a recipe in place of a flag; an object in place of a process group.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te

@@ -142,8 +142,8 @@ class AutocastStack:
     def pop(self, failed: bool = False) -> None:
         """Leave the innermost scope; leaving the outermost one ends the step of the forward.
 
-        In compiled code leaving any scope asks for an update, if the outermost one wants any.
-        A step that failed updates no scales, because other ranks may not reduce amaxes with it.
+        In compiled code leaving any scope requests an update, if the outermost one needs any. After
+        an exception no scales are updated, because other ranks may not come to reduce amaxes.
         """
         left, compiling = self.scope, torch.compiler.is_compiling()
         self.scope = self.outer.pop()
@@ -156,7 +156,7 @@ class AutocastStack:
         outermost = (*self.outer[1:], self.scope)[0] if self.outer else left
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())
         if outermost.calibrating or (outermost.enabled and recorded):
-            if compiling:  # the step of an outer scope does not know scopes of the graph
+            if compiling:  # the step of an outer scope has no scopes of the graph
                 process_state().forward_pending = True
             else:
                 self.step.update(FORWARD)

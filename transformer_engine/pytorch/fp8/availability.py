@@ -23,9 +23,9 @@ def _why_no_product(in_blocks: bool) -> str:
 
 
 def is_fp8_available(return_reason: bool = False) -> Availability:
-    """Whether FP8 is multiplied as such: on CPUs; on GPUs from compute capability 8.9 on.
+    """Whether GEMMs multiply FP8 directly: on CPUs, and on GPUs from compute capability 8.9.
 
-    Other GPUs run FP8, too, with the same casts: they multiply in bf16, no faster than bf16.
+    Other GPUs run FP8, too, with the same casts, but multiply in bf16, so it is no faster.
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where FP8 is available.
@@ -38,9 +38,9 @@ def is_fp8_available(return_reason: bool = False) -> Availability:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Availability:
-    """Whether `Float8BlockScaling` is multiplied as such: on CPUs and Hopper GPUs.
+    """Whether GEMMs multiply operands of `Float8BlockScaling` directly: on CPUs and Hopper GPUs.
 
-    Other GPUs run it, too: they multiply the dequantised operands in fp32, which is slow.
+    Other GPUs run it, too, but multiply the dequantised operands in fp32, which is slow.
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where it is available.

@@ -1,4 +1,4 @@
-"""The quantizer of calibration: high precision that leaves amaxes for FP8 to start from."""
+"""The quantizer of calibration: high precision, and amaxes with which FP8 can start."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class CalibratingQuantizer(IdentityQuantizer):
         return super().operands(x, request)
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """The amax."""
+        """Replace the running amax by that of `x`."""
         self.amax.copy_(amax_of(x))
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """High precision alone."""
+        """The identity: a recompute records no amax."""
         return IDENTITY
 
     def persistent_tensors(self) -> Tensors:

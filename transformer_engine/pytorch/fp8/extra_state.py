@@ -3,8 +3,8 @@
 Layout, little endian: the magic bytes, then int32 {forward columns, backward columns, history
 length}, then fp32 scale and amax history of forward and of backward (all counts are 0 without
 delayed scaling), then the scales of every weight that is kept in FP8, in the order of the module's
-parameters: fp32 {1/scale, scale}, or the inverse scales of its blocks. Nothing to say: an empty
-tensor.
+parameters: fp32 {1/scale, scale}, or the inverse scales of its blocks. A module with neither has an
+empty tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 MAGIC = b"TEFP8S01"
 _HEADER = struct.Struct("<iii")
 _START = len(MAGIC) + _HEADER.size
-# What versions before 1.8 wrote. A BytesIO holds bytes and runs nothing; those in it stay unread.
+# Versions before 1.8 wrote a BytesIO. Loading it runs no code, and its bytes are not unpickled.
 torch.serialization.add_safe_globals([io.BytesIO])
 _PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archive
 
@@ -33,13 +33,13 @@ _PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archiv
 class StateBytes(torch.Tensor):
     """The uint8 tensor of a state dict, which pickles as a plain one.
 
-    A model that has not run in FP8 has an empty state. `torch.distributed.checkpoint` would refuse
-    to load into it a tensor of another size: it is asked to write these bytes as an object, which
-    takes the place of what is there.
+    A model that has not run in FP8 has an empty state, and `torch.distributed.checkpoint` would
+    refuse to load a tensor of another size into it. So it is told to write these bytes as an
+    object, which replaces the empty state.
     """
 
     def __create_write_items__(self, fqn: str, state: torch.Tensor) -> list[Any]:
-        # Slow to import, and there when this is called.
+        # Slow to import; whoever calls this has imported it already.
         planner = importlib.import_module("torch.distributed.checkpoint.planner")
         index = planner.MetadataIndex(fqn)
         return [planner.WriteItem(index=index, type=planner.WriteItemType.BYTE_IO)]
@@ -68,7 +68,7 @@ def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ())
 
 
 def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict[str, ScalingState]:
-    """States from what `pack` made; empty for None, empty tensors and unknown contents.
+    """The states that `pack` has packed; empty for None, empty tensors and unknown contents.
 
     Contents of another origin (pickles of other versions) are never executed: they are skipped
     with one warning, and scaling starts anew.
@@ -108,9 +108,9 @@ def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict
 
 
 def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], layer: str) -> None:
-    """What is behind the scaling state can be the scales of these weights.
+    """Raise ValueError unless the numbers behind the scaling state can be scales of these weights.
 
-    Weights kept in FP8 replace a scale that cannot be theirs, so that they take any value.
+    If the module keeps weights in FP8, any values pass: such a weight replaces a wrong scale.
     """
     quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
     lengths = {sum(weight.scales.numel() for weight in quantized)}
@@ -134,7 +134,7 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
 
 
 def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:
-    """fp32 scales, so many of each weight that was kept in FP8; None where the state has others."""
+    """The fp32 scales of each weight that was kept in FP8; None if the state has other sizes."""
     raw = _bytes_of(state)
     if raw is None or not _is_ours(raw):
         return None
@@ -144,7 +144,7 @@ def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torc
 
 
 def _bytes_of(state: Any) -> torch.Tensor | None:
-    """The bytes of a state; None for None. One byte, which nobody writes, for what has none."""
+    """The bytes of a state; None for None. Other objects give one byte that `pack` never writes."""
     if state is None:
         return None
     if isinstance(state, io.BytesIO):
@@ -157,7 +157,7 @@ def _bytes_of(state: Any) -> torch.Tensor | None:
 
 
 def _holds_bytes(state: Any) -> bool:
-    """Whether it is a plain tensor of bytes: memory of other kinds cannot be read as such."""
+    """Whether it is a plain tensor of bytes; other tensors cannot be read as bytes."""
     return (
         isinstance(state, torch.Tensor)
         and not isinstance(state, QuantizedTensor)
@@ -195,7 +195,7 @@ def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torc
 
 
 def _announce(raw: torch.Tensor, layer: str) -> None:
-    """Say once what kind of state is ignored: the others of a checkpoint are of that kind too."""
+    """Warn once of the kind of state that is ignored; a checkpoint has one kind everywhere."""
     start = bytes(raw[:4].tolist())
     kind = "pickled" if start.startswith(_PICKLES) else "unknown"
     warn_once(
@@ -207,10 +207,10 @@ def _announce(raw: torch.Tensor, layer: str) -> None:
 
 
 class OptionalExtraState:
-    """A module whose `_extra_state` a checkpoint may lack, as those of plain torch layers do.
+    """A module whose checkpoint may lack `_extra_state`, as those of plain torch layers do.
 
-    Older versions have the key elsewhere (`former_extra_state`); that is no error either. Where the
-    module has scaling state, one warning says that it stays as it is.
+    Older versions have another key (`former_extra_state`), which is no error either. If the module
+    has scaling state, one warning says that this stays unchanged.
     """
 
     former_extra_state = ""  # behind the module's prefix

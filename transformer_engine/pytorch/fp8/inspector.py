@@ -21,17 +21,17 @@ def show_to_inspector(
     *,
     launch: bool = True,
 ) -> None:
-    """Let the session look at a tensor and at its casts, if it wants to when this runs.
+    """Let the session inspect a tensor and its casts, if it is due when this runs.
 
     Args:
         x: in high precision, any shape and strides; None for a weight that is kept in FP8.
-        row_codes: uint8, what a GEMM takes along rows; None where that is no FP8.
+        row_codes: uint8, the row-wise side; None if it is not FP8.
         row_scales: of these codes.
         row_format: value of `DType`.
-        column_codes: what a GEMM takes along columns, transposed.
+        column_codes: the column-wise side, transposed; None if it is not FP8.
         column_scales: of these codes.
         column_format: value of `DType`.
-        feed: what the session calls the tensor; to another session it means nothing.
+        feed: the session's name of the tensor; another session has no such name.
     """
     inspector = process_state().inspector
     if launch and inspector is not None:

@@ -1,4 +1,4 @@
-"""`module.fp8_meta`: what programs read of a module's FP8 state, under the names that they know."""
+"""`module.fp8_meta`: a module's FP8 state, read-only, under the names that programs expect."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Fp8Scales:
 
 
 class Fp8Meta(Mapping[str, Any]):
-    """A view: nothing is kept in it.
+    """A read-only view of the FP8 state.
 
-    - `recipe`, `fp8_group`: of the region that is open, else of the newest kind of call in FP8,
-      else the defaults.
+    - `recipe`, `fp8_group`: of the open autocast, else of the newest plan in FP8, else the
+      defaults.
     - `fp8_max_fwd`, `fp8_max_bwd`: largest values of that recipe's formats.
     - `num_gemms`: how many GEMMs the scales are for.
     - `fp8_checkpoint`: whether state dicts of the module carry scales.
@@ -107,7 +107,7 @@ class Fp8Meta(Mapping[str, Any]):
         return len(self._values())
 
     def __setitem__(self, key: str, value: object) -> None:
-        """Say what is so; anything else is an error."""
+        """Accept a value that is already there; any other write is an error."""
         values = self._values()
         if key in _SCALES or key not in values or values[key] != value:
             _refuse_write(key, self._module.name)
@@ -117,7 +117,7 @@ class Fp8Meta(Mapping[str, Any]):
 
 
 def _scope_of(module: ScaledModule) -> Scope:
-    """The open region; else that of the newest kind of call that was in FP8, if any."""
+    """The open autocast scope; else that of the newest plan in FP8, if there is one."""
     stack = autocast_stack()
     if stack.scope.enabled or stack.scope.calibrating:
         return stack.scope
@@ -131,7 +131,7 @@ def _scope_of(module: ScaledModule) -> Scope:
 
 
 def last_scope(module: ScaledModule) -> Scope | None:
-    """The region of the newest of the module's plans in FP8."""
+    """The scope of the newest of the module's plans in FP8."""
     known = {scope.number: scope for scope in [*process_state().scopes] if scope.enabled}
     parts: Any = getattr(module, "parts", tuple)()  # attention has no plans
     numbers = [key[0] for part in parts for key in part._plans]

@@ -16,8 +16,8 @@ class ModelInit:
 
     Attributes:
         enabled: in FP8.
-        recipe: that will use them; None leaves that open.
-        preserve: keep what they were initialised with, in high precision, on the CPU.
+        recipe: the only one that may use them; None allows others.
+        preserve: keep the initial values in high precision on the CPU.
     """
 
     enabled: bool = False
@@ -39,7 +39,7 @@ def _check(recipe: Recipe) -> None:
 
 
 def model_init() -> ModelInit:
-    """What holds for modules that are made now."""
+    """The settings for modules that are made now."""
     scopes = autocast_stack().model_inits
     return scopes[-1] if scopes else _IN_HIGH_PRECISION
 

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, Scal
 
 @dataclass(frozen=True)
 class Scope:
-    """What one autocast region asks for.
+    """The settings of one autocast.
 
     Attributes:
         number: equal scopes have one number.
@@ -72,9 +72,9 @@ class ProcessState:
 
     def intern(self, scope: Scope) -> Scope:
         """The first scope made that equals this one, so that scopes compare by their number."""
-        known = self.scopes.get(scope)  # once: a hash looks at every field of the recipe
+        known = self.scopes.get(scope)  # only once: the hash reads every field of the recipe
         if known is None:
-            if len(self.scopes) >= _MOST_SCOPES:  # a recipe per step would pile them up
+            if len(self.scopes) >= _MOST_SCOPES:  # a program may make a recipe in every step
                 self.scopes, self._keys = {OUTSIDE: OUTSIDE}, {}
             key = -1
             if rules_of(scope.recipe).keeps_state:
@@ -126,7 +126,7 @@ def process_state() -> ProcessState:
 
 
 def reset_process_state() -> None:
-    """Forget scopes, groups and counts; the debugger's session and what ranks share stay."""
+    """Forget scopes, groups and counts; keep the debugger's session, trackers and user buffers."""
     _STATE.gemms.reset()
     _STATE.sent.reset()
     stays = ("gemms", "inspector", "rng_trackers", "sent", "user_buffers")

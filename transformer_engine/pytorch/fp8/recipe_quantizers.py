@@ -115,7 +115,7 @@ class ModuleQuantizers(NamedTuple):
         gemms: the quantizers of each GEMM.
         moved: the module's scaling state has moved to other memory.
         columns: of the forward state; None without scaling state.
-        state: memory of the scaling state, if quantizers hold stand-ins (see `chain.compiled`).
+        state: memory of the scaling state, if quantizers have stand-ins (`chain.chain_operator`).
     """
 
     gemms: list[GemmQuantizers]
@@ -133,8 +133,8 @@ def build_quantizers(
 ) -> ModuleQuantizers:
     """One `GemmQuantizers` per GEMM of the module.
 
-    Where the recipe keeps state, this creates and fits that of the module; calls that
-    autograd does not record leave no amax behind, so evaluation changes nothing.
+    If the recipe keeps state, this makes that of the module or fits it to the recipe. Calls that
+    autograd does not record leave no amax, so evaluation changes nothing.
     """
     recipe, rules = scope.recipe, rules_of(scope.recipe)
     if exporting() and not rules.exportable:

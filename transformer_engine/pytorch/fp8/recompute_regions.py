@@ -57,7 +57,7 @@ class RecomputeRegion:
 
     def __init__(self, foreign: bool = False) -> None:
         self.foreign = foreign
-        self.owed: Step | None = None  # its last module has no gradients itself
+        self.owed: Step | None = None  # for the next call: the last one has no backward to end it
         self._calls: dict[Any, list[Call]] = {}
         self._next: dict[Any, int] = {}
         self._task = -1
@@ -71,7 +71,7 @@ class RecomputeRegion:
         return module in self._calls
 
     def restart(self) -> None:
-        """The region is computed again, from its start."""
+        """Begin a recompute of the region."""
         self._next.clear()
         self.owed = None
 
@@ -96,7 +96,7 @@ class RecomputeRegion:
         return calls[index]
 
     def finish(self) -> None:
-        """The region has been computed again, to its end.
+        """End a recompute of the region.
 
         Raises:
             RuntimeError: a module was called less often than in the first forward.
@@ -130,7 +130,7 @@ class RecomputeContext(NamedTuple):
 def recompute_context(
     recomputed: RecomputeRegion | None, opened: tuple[RecomputeRegion, ...]
 ) -> RecomputeContext:
-    """The recomputation state of this call.
+    """The regions of this call, and how it takes part in them.
 
     Args:
         recomputed: the region of `te.checkpoint` that is being recomputed, or None.

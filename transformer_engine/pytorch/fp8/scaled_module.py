@@ -1,4 +1,4 @@
-"""Modules with FP8 scaling state: what checkpointing, graphs and state dicts must know of them."""
+"""Modules with FP8 scaling state, as checkpointing, CUDA graphs and state dicts need them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
     """Base of the modules with GEMMs and of DotProductAttention.
 
     Args:
-        gemms: how many GEMMs the columns of its scaling state are for, see `quantization.py`.
+        gemms: how many GEMMs have columns in its scaling state, see `recipe_quantizers.py`.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         super().__init__()
         self.gemm_count = gemms
         self.scaling: dict[str, ScalingState] = {}  # by direction; empty before delayed scaling
-        self.in_foreign_region = False  # see `is_recompute`
+        self.in_foreign_region = False  # see `recompute.module_calls.is_recompute`
 
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
@@ -46,7 +46,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         return None
 
     def drop_plans(self) -> None:
-        """Drop what points to scaling state that has moved; here there is nothing."""
+        """Drop plans that point to scaling state which has moved; the base class has none."""
 
     @constant_in_graphs
     def make_compiled_state(
@@ -56,10 +56,10 @@ class ScaledModule(OptionalExtraState, nn.Module):
         fields: tuple[tuple[str, Any], ...],
         process_group: Any,
     ) -> int:
-        """Make the scaling state of compiled calls before Dynamo, which calls this, looks for it.
+        """Make the scaling state of compiled calls. Dynamo calls this while it traces.
 
-        Made in the graph it would be a side effect, for which the next call is compiled again. All
-        modules must do this: with a side effect of another, Dynamo would undo what was done here.
+        If the graph made it, that would be a side effect, and the next call would be compiled
+        again. All modules must use this: if one had a side effect, Dynamo would undo this call.
 
         Args:
             device: of the state.
@@ -101,7 +101,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
 
     @property
     def fp8_calibration(self) -> bool:
-        """Whether calls made now are in a region that notes amaxes alone."""
+        """Whether calls made now are in a region that only records amaxes."""
         return autocast_stack().scope.calibrating
 
     @property

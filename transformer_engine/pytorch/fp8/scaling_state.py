@@ -68,7 +68,7 @@ class ScalingState:
         self.version += 1
 
     def fit(self, length: int, device: torch.device) -> bool:
-        """Bring the state to a history length and device, and say whether it has moved.
+        """Fit the state to a history length and device, and return whether it has moved.
 
         The newest rows are kept.
         """

@@ -1,4 +1,4 @@
-"""`FP8GlobalStateManager`: what programs ask about the autocast region that they are in."""
+"""`FP8GlobalStateManager`: class methods that describe the autocast which is open."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        """Whether modules called now note amaxes without quantising."""
+        """Whether modules called now record amaxes without quantising."""
         return autocast_stack().scope.calibrating
 
     @classmethod
@@ -71,7 +71,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        """Whether such weights keep what they were initialised with."""
+        """Whether such weights keep their initial values in high precision."""
         return model_init().preserve
 
     @classmethod

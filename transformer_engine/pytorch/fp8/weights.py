@@ -29,7 +29,7 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class InitialValue:
-    """What a parameter was initialised with, on the CPU, until it is cleared."""
+    """The initial values of a parameter, on the CPU, until they are cleared."""
 
     def __init__(self, value: torch.Tensor | None) -> None:
         self._value = value
@@ -43,11 +43,11 @@ class InitialValue:
         self._value = None
 
     def rows(self, start: int, stop: int) -> InitialValue:
-        """Of a piece of the parameter."""
+        """The initial values of a piece of the parameter."""
         return InitialValue(None if self._value is None else self._value[start:stop].clone())
 
     def attach(self, parameter: Any) -> None:
-        """Let optimizers find it."""
+        """Attach them to the parameter, where optimizers look."""
         parameter.initial_value = self
         parameter.get_high_precision_init_val = self.get
         parameter.clear_high_precision_init_val = self.clear
@@ -134,7 +134,7 @@ def _applied(parameter: Any, function: Apply) -> Any:
 
 
 def materialised(parameter: Any, device: str) -> Any:
-    """A parameter that `fully_shard` has cut on meta, of undefined values on a device."""
+    """A parameter that `fully_shard` has cut on meta, on a device, with undefined values."""
     if piece_of(parameter) is not None:
         return _applied(parameter, lambda part: torch.empty_like(part, device=device))
     return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
@@ -171,8 +171,8 @@ def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 def scales_of(module: nn.Module) -> list[torch.Tensor]:
     """The scales of every FP8 parameter that has values.
 
-    None where ranks have pieces of weights in blocks: each knows the scales of its own alone, and
-    checkpoints keep one state for all.
+    An empty list if ranks have pieces of weights in blocks: each rank has the scales of its own
+    piece, but a checkpoint has one state for all ranks.
     """
     weights = [w for w in fp8_weights(module).values() if not w.is_meta]
     if any(scale_ranks_of(w) and layout_of(w._format).in_blocks for w in weights):
@@ -185,8 +185,8 @@ def quantized(
 ) -> Mapping[str, Any]:
     """A state dict in which plain tensors for FP8 parameters are quantised.
 
-    With the scales that travel in `_extra_state` the codes become what they were; without, or
-    where they cannot hold the values, these get scales of their own.
+    With the scales in `_extra_state` the codes become what they were. Without them, or if they
+    cannot hold the values, new scales are computed.
     """
     weights = fp8_weights(module)
     if not weights:
@@ -212,7 +212,7 @@ def quantized(
 
 
 def _own_piece(values: Any, parameter: Any) -> Any:
-    """This rank's piece of values that a checkpoint holds cut in some way; None where it does not.
+    """This rank's piece of values that a checkpoint has as a DTensor; None for whole values.
 
     Torch refuses to load whole values into pieces.
     """

@@ -31,7 +31,7 @@ def current_scales(
 ) -> torch.Tensor:
     """Scales fp32 `[2]` = {1/scale, scale} with scale = fp8_max / max(amax(x), epsilon).
 
-    An amax that ranks have reduced, say, has the scales of what it is the amax of.
+    A tensor and its amax have the same scales, so `x` may be an amax that ranks have reduced.
 
     Args:
         x: fp32, fp16 or bf16, contiguous, any shape.

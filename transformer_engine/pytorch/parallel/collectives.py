@@ -1,10 +1,10 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
-Small ones run on the caller's stream: the host decides how long they take, and another stream
-costs it more than is gained by what runs beside them. Where the ranks share a host they are
-`OneShot` collectives. Those of 16 MiB and more are copies through peer memory, part by part, where
-that is asked for. All others are calls of torch.distributed. In compiled code all are torch's
-functional collectives.
+Small ones run on the caller's stream: the host's time decides how long they take, and another
+stream would cost the host more than it gains. If the ranks share a host, they are `OneShot`
+collectives. Those of 16 MiB and more are copies through peer memory, part by part, if a layer asks
+for that. All others are calls of torch.distributed. In compiled code all are torch's functional
+collectives.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Pending:
         return self.wait()
 
     def release(self) -> None:
-        """Nobody reads any more what was lent."""
+        """The result that was lent is no longer read."""
 
 
 class _PeerAllGather(Pending):
@@ -226,13 +226,13 @@ def lent(value: Any) -> Any:
 
 
 def release(value: Any) -> None:
-    """Nobody reads any more what `lent` returned for this value."""
+    """What `lent` returned for this value is no longer read."""
     if isinstance(value, Pending):
         value.release()
 
 
 def _received_bytes(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> int:
-    """What a rank receives. FP8 codes count as the 16-bit values that the layer has."""
+    """The bytes that a rank receives. FP8 codes count as the 16-bit values that they stand for."""
     part = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // (ranks if whole else 1)
     return part * (ranks - 1)
 
@@ -249,7 +249,7 @@ def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
 
 
 def memory_for_parts(x: torch.Tensor | LazyProduct, group: Any, whole: bool) -> PeerMemory | None:
-    """Peer memory for a collective in parts; None where it takes longer so, or there is none.
+    """Peer memory for a collective in parts; None if parts would take longer, or there is none.
 
     Args:
         x: what a rank has.
@@ -263,12 +263,12 @@ def memory_for_parts(x: torch.Tensor | LazyProduct, group: Any, whole: bool) -> 
 
 
 class Way(NamedTuple):
-    """How a collective runs; with neither of the first two torch runs it.
+    """How a collective runs; torch runs it if the first two are None.
 
     Attributes:
         one_shot: the collectives that run it, or None.
         memory: peer memory through which it passes in parts, or None.
-        beside: on a stream of its own.
+        beside: it runs on a separate stream.
     """
 
     one_shot: OneShot | None
@@ -277,7 +277,7 @@ class Way(NamedTuple):
 
 
 def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: bool = False) -> Way:
-    """How a collective runs; while a CUDA graph is captured, torch's have streams of their own.
+    """How a collective runs; while a CUDA graph is captured, torch's run on separate streams.
 
     In compiled code torch runs all of them.
 
@@ -391,7 +391,7 @@ def plus_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def refuse_recording() -> None:
-    """Called before torch.distributed: its calls cannot be recorded.
+    """Called before calls of torch.distributed, which cannot be recorded.
 
     Raises:
         NotRecordedError: while recording.

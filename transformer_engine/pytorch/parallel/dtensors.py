@@ -1,4 +1,4 @@
-"""DTensors and their checkpoints, which take half a second to import: not before they are used."""
+"""DTensors and their checkpoints, imported when they are used: that takes half a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, which has arrived."""
+    """This rank's part of a DTensor, after waiting for it."""
     if not is_dtensor(x):
         return x
     part = x.to_local()
@@ -35,5 +35,5 @@ def local_part(x: Any) -> torch.Tensor:
 
 
 def whole_value(x: Any) -> torch.Tensor:
-    """What all ranks of a DTensor have together."""
+    """The whole tensor of which the ranks have parts."""
     return x.full_tensor() if is_dtensor(x) else x

@@ -48,7 +48,7 @@ class PendingReceive:
         return self.wait()
 
     def release(self) -> None:
-        """Nobody reads the tensors that were lent any more, nor sends them."""
+        """The tensors that were lent are no longer read or sent."""
 
     def start_copy(self) -> None:
         """Begin to copy the tensors that were lent."""
@@ -96,7 +96,7 @@ class _PeerTensor:
         return self._lent
 
     def release(self) -> None:
-        """The peer memory is free again, once the current stream has come here."""
+        """The peer memory is free again when the current stream has reached this point."""
         if self._lent is not None:
             self._transfer.release(self._source)
             self._lent = None
@@ -151,7 +151,7 @@ def send_to_next(
         tensors: of equal sizes on all ranks.
         group: the ring.
         reverse: send to the previous rank and receive from the next one.
-        turn: how many tensors of this ring were sent before, one after the other.
+        turn: how many tensors the call of a ring has sent before these.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     step = -1 if reverse else 1
@@ -209,7 +209,7 @@ class SummandExchange:
             transfer.send(to, x)
 
     def results(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of this rank, after all other ranks have been sent to.
+        """The sums of this rank, after it has sent to all other ranks.
 
         Args:
             own: this rank's own summands.
@@ -224,7 +224,7 @@ class SummandExchange:
         return [t.add_(x).to(x.dtype) for t, x in zip(self._totals, own, strict=True)]
 
     def wait(self) -> None:
-        """Called where another collective needs the memory: the call of this one has failed.
+        """Called if another collective needs the memory, because the call of this one has failed.
 
         Raises:
             RuntimeError: always.

@@ -60,7 +60,7 @@ def mark_own_tokens(module: nn.Module, ranks: TensorParallel) -> None:
 def _replicated(module: nn.Module) -> list[tuple[nn.Parameter, TensorParallel]]:
     """Parameters to sum, each once, with the ranks of the innermost module that knows some.
 
-    Every step asks, so the dicts of modules are read: their `__getattr__` takes longer.
+    It runs in every step, so it reads the dicts of modules: their `__getattr__` takes longer.
     """
     known: dict[nn.Module, TensorParallel | None] = {}
     found: dict[nn.Parameter, TensorParallel] = {}

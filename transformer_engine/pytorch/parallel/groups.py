@@ -1,4 +1,4 @@
-"""Process groups that users hand over, and the tensor parallel ranks that share a module."""
+"""Process groups that users pass, and the tensor parallel ranks that share a module."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorParallel:
         overlap: the collectives that run in chunks; none without `sequence`.
 
     Raises:
-        TypeError: no process group.
+        TypeError: `group` is no process group.
         ValueError: a group of another size.
     """
 
@@ -69,7 +69,7 @@ class TensorParallel:
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot be saved: whoever loads the module sets one.
+        # A process group cannot be saved: set one after loading the module.
         return {**self.__dict__, "group": None, "used": False}
 
     def set_group(self, group: Any) -> None:
@@ -102,7 +102,7 @@ class TensorParallel:
         Raises:
             RuntimeError: the group was not set.
         """
-        # Code that read `used` would be compiled again for the second call.
+        # If compiled code read `used`, its second call would compile it again.
         if torch.compiler.is_compiling() or not self.used:
             found = group_size(self.group)
             if found != self.size:
@@ -173,7 +173,7 @@ class SharedByRanks(Remakable):
 
     @tp_size.setter
     def tp_size(self, size: int) -> None:
-        # Megatron-Core's subclasses note here what they are about to hand to the constructor.
+        # Megatron-Core's subclasses set this before they pass the same size to the constructor.
         if "ranks" in self.__dict__ and size != self.ranks.size:
             raise ValueError(
                 f"[{self.ranks.op}] expected tp_size={self.ranks.size} of the constructor, got "

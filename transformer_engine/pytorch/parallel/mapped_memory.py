@@ -1,7 +1,7 @@
-"""Memory that all ranks of a group map, where they share a host.
+"""Memory that all ranks of a group map, if they share a host.
 
-On GPUs it is torch's symmetric memory. On CPUs it is a file without a name, of which each rank
-locks a byte: the lock ends with the rank's process, which tells the others.
+On GPUs it is torch's symmetric memory. On CPUs it is a file without a name. Each rank locks a byte
+of it: the lock ends with the rank's process, so other ranks can detect that.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def map_memory(group: Any, device: torch.device, size: int) -> MappedMemory | No
 
 
 def _from_all(group: Any, own: Any) -> list[Any]:
-    """What each rank says."""
+    """The objects of all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group)
     return everyone
 
 
 def _host() -> tuple[str, str]:
-    """Equal for processes of one host alone; names of hosts may be equal."""
+    """Equal only for processes on one host; different hosts may have one name."""
     return socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
 
 
@@ -93,7 +93,7 @@ def _among_gpus(group: Any, device: torch.device, size: int) -> MappedMemory | N
 
 
 def _reaches(device: torch.device, uuids: set[str]) -> bool:
-    """Whether a GPU may access those of the others, as far as they are visible here."""
+    """Whether a GPU can access those of the other ranks that are visible to this process."""
     for index in range(torch.cuda.device_count()):
         other = str(torch.cuda.get_device_properties(index).uuid)
         asked = index != device.index and other in uuids

@@ -1,4 +1,4 @@
-"""The norm of gradients of which ranks have parts, from few launches and collectives."""
+"""The norm of gradients that are sharded over ranks, with few launches and collectives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformer_engine.pytorch.parallel.groups import group_size
 
 
 class _Kind(NamedTuple):
-    """What gradients have in common whose squares are summed together.
+    """A kind of gradients; the squares of one kind are summed together.
 
     Attributes:
         groups: of ranks that have other parts of them.
         device: of this rank's parts.
-        by_kernel: ours reads their dtype.
+        by_kernel: our kernel reads their dtype.
     """
 
     groups: tuple[Any, ...]
@@ -34,14 +34,14 @@ def total_norm(
 ) -> torch.Tensor:
     """The Euclidean norm of all gradients together, the same on all ranks.
 
-    Each rank sums squares of its parts, and ranks sum these over the groups that a gradient is cut
-    among: one collective of few values for each group.
+    Each rank sums the squares of its parts. One collective of few values for each group that shards
+    a gradient adds up these sums.
 
     Args:
-        gradients: one at least; plain tensors, and DTensors of any meshes and placements.
-        cut: of each gradient, whether ranks of `group` have other parts of it; else all of them
-            have it, and that of the first counts.
-        group: of the same gradients in the same order on each rank; None if there is none.
+        gradients: at least one; plain tensors, and DTensors of any meshes and placements.
+        cut: for each gradient, whether the ranks of `group` have different parts of it; if not, all
+            ranks have the same gradient, and only the first rank counts it.
+        group: its ranks pass the same gradients in the same order; None if there is none.
 
     Returns:
         One value, fp32; fp64 where there are gradients of other dtypes than fp32, fp16 and bf16.
@@ -61,7 +61,7 @@ def total_norm(
 def _by_kind(
     gradients: Sequence[torch.Tensor], cut: Sequence[bool], group: Any
 ) -> dict[_Kind, list[torch.Tensor]]:
-    """Parts of this rank that count; kinds without one are there, too, as on other ranks."""
+    """This rank's parts that count, by kind. All ranks have the same kinds; some may be empty."""
     found: dict[tuple[tuple[Any, ...], torch.device, bool], list[torch.Tensor]] = {}
     known: dict[tuple[int, tuple[bool, ...]], tuple[Any, ...]] = {}
     alone = group_size(group) == 1
@@ -100,7 +100,7 @@ def _part_and_groups(
 
 
 def _square(parts: list[torch.Tensor], kind: _Kind) -> torch.Tensor:
-    """Of the norm of what this rank has."""
+    """The sum of the squares of this rank's parts."""
     if not parts:
         dtype = torch.float32 if kind.by_kernel else torch.float64
         return torch.zeros((), dtype=dtype, device=kind.device)
@@ -114,5 +114,5 @@ def _square(parts: list[torch.Tensor], kind: _Kind) -> torch.Tensor:
 
 
 def clipping(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of a norm are multiplied by, so that it is no larger than `max_norm`."""
+    """The factor for gradients with this norm, so that their norm is at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,8 +1,8 @@
-"""One-shot collectives, by which small tensors pass between the ranks of one host.
+"""One-shot collectives, which pass small tensors between the ranks of one host.
 
-A rank writes what others get directly to their memory: `csrc/ops/one_shot.h`. A call is one
-operation of `_C`, so it can be recorded with the stages around it, and costs the host as little as
-any other kernel.
+A rank writes directly to the memory of the others: `csrc/ops/one_shot.h`. A call is one operation
+of `_C`, so it can be recorded with the stages around it, and costs the host no more than any other
+kernel.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class OneShot:
 def one_shot_of(group: Any, device: torch.device) -> OneShot | None:
     """The one-shot collectives of a group; None if there are none for tensors on this device.
 
-    All ranks get the same answer. The first call of a group maps memory, for which all ranks must
-    come.
+    The result is the same on all ranks. The first call of a group maps memory, so all ranks must
+    make it.
     """
     group = group or dist.group.WORLD
     if group not in _known:

@@ -44,7 +44,7 @@ class OverlapArguments(NamedTuple):
     name: str | None = None
 
     def overlap(self, columns: bool, rows: bool) -> Overlap:
-        """What they ask of column-parallel GEMMs, row-parallel GEMMs, or both."""
+        """The overlap that they ask for, of column-parallel GEMMs, row-parallel GEMMs, or both."""
         return Overlap(
             self.gathers and columns,
             self.scatters and rows,

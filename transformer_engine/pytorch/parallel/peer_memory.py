@@ -21,9 +21,9 @@ from transformer_engine.pytorch import capture
 from transformer_engine.pytorch._torch_private import group_timeout
 from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_memory
 
-# On CPUs the host does all the work: nothing would run meanwhile.
+# On CPUs the host does all the work, so nothing would overlap.
 DEVICES = {"cuda"}
-# Smaller tensors arrive sooner otherwise: the host takes longer here than for one collective.
+# Smaller tensors arrive sooner by a collective, which takes less of the host's time.
 LEAST_BYTES = 4 * 1024 * 1024
 _MOST_SLOTS = 4  # te::kRingSlots
 _ALL_OTHERS = -1  # te::kAllOthers
@@ -37,10 +37,10 @@ _memories: WeakKeyDictionary[Any, dict[bool, PeerMemory | None]] = WeakKeyDictio
 def peer_memory(
     group: Any, device: torch.device, count: int, ring: bool = False
 ) -> PeerMemory | None:
-    """The peer memory of a group; None if tensors of this size must pass otherwise.
+    """The peer memory of a group; None if tensors of this size must be sent in another way.
 
-    All ranks get the same answer. A call with larger tensors than before waits for the GPU; while
-    a call is recorded, or captured into a CUDA graph, there is no other memory than before.
+    The result is the same on all ranks. If tensors are larger than before, it waits for the GPU and
+    allocates; but not while a call is recorded or captured into a CUDA graph.
 
     Args:
         group: process group.
@@ -49,7 +49,7 @@ def peer_memory(
         ring: a rank sends to the next one and to the previous one alone.
 
     Raises:
-        NotRecordedError: while recording, where a call that is not recorded gets new memory.
+        NotRecordedError: while recording, if the call needs new memory.
     """
     group = group or dist.group.WORLD
     memories = _memories.setdefault(group, {})
@@ -61,7 +61,7 @@ def peer_memory(
             raise capture.NotRecordedError("a collective that needs more peer memory")
         return found
     if device.type not in DEVICES:
-        if device.type == "cpu":  # not of meta tensors, which say nothing of others
+        if device.type == "cpu":  # but meta tensors do not tell the device of others
             memories[ring] = None
         return None
     if found is None or found.room < count:
@@ -86,7 +86,7 @@ def peer_tensors(group: Any, ring: bool = False) -> tuple[torch.Tensor, ...]:
 
 
 def device_in_ring(x: torch.Tensor, group: Any) -> torch.device:
-    """The device of a tensor; of a stand-in, that of the ring's memory."""
+    """The device of a tensor; for a stand-in, that of the ring's memory."""
     if not _C.is_recording():
         return x.device
     memory, _ = peer_tensors(group, ring=True)
@@ -94,7 +94,7 @@ def device_in_ring(x: torch.Tensor, group: Any) -> torch.device:
 
 
 def drop_recorded() -> None:
-    """Forget the transfers that a recording has left, which was given up before it ended."""
+    """Forget the transfers of a recording that was given up before it ended."""
     for found in [one for memories in _memories.values() for one in memories.values()]:
         if found is not None:
             left = [pair for pair in found.waiting if not pair[0].recorded]
@@ -107,7 +107,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 class PeerMemory:
-    """Memory of this rank with slots for each rank that sends to it, which that rank writes to.
+    """Memory of this rank, with slots to which other ranks write.
 
     There are two slots, because a collective may start before the tensors of the previous one have
     been read. A ring of more than two ranks has four: keys and values are read while the next
@@ -124,7 +124,7 @@ class PeerMemory:
         ranks: the number of ranks.
         others: the other ranks in the order of sending: at any time all ranks send to different
             ones.
-        slots: of each sender.
+        slots: the number of slots of each sender.
         tensors: that calls read and write beside their arguments; they persist.
     """
 
@@ -147,7 +147,7 @@ class PeerMemory:
         # te::PeerField
         fields = [self.rank, timeout, mapped.lock_file, 0, *handles, room, ring, *mapped.addresses]
         self.tensors = (mapped.own, torch.tensor(fields, dtype=torch.int64, device="cpu"))
-        # Recordings have the tensors alone, and outlive memory that was too small for later calls.
+        # Recordings hold only the tensors, and may outlive this object if later calls need more.
         self.tensors[1].held = held  # type: ignore[attr-defined]
         flags = mapped.own[-2 * self.slots * self.ranks * 8 :].view(torch.int64)
         flags[: self.slots * self.ranks].fill_(1)  # all slots are free
@@ -161,7 +161,7 @@ class PeerMemory:
 
         Args:
             collective: see above.
-            slot: of the memory, the same on all ranks. What waits there is received first.
+            slot: of the memory, the same on all ranks. A transfer that waits in it is received now.
         """
         for transfer, started in [*self.waiting]:
             if transfer.slot == slot:
@@ -175,7 +175,7 @@ class PeerMemory:
         return self._bytes(sender, slot, like.nbytes).view(like.dtype).view(like.shape)
 
     def across(self, slot: int, shape: tuple[int, int]) -> torch.Tensor | None:
-        """uint8 across a slot of this rank, of which ranks have parts; None if it has no room."""
+        """A uint8 tensor across a slot; each rank writes a part. None if there is no room."""
         count = math.prod(shape)
         if count > self.room * len(self.others):
             return None
@@ -217,7 +217,7 @@ class Transfer:
         self.send(_ALL_OTHERS, x)
 
     def spread(self, x: torch.Tensor) -> None:
-        """Send a part of what lies across the slot to the same place at all others. See `send`."""
+        """Send a part of a tensor across the slot to the same place at all others. See `send`."""
         _C.peer_spread(x, *self.memory.tensors, self.slot)
         self._last = x
 
@@ -227,7 +227,7 @@ class Transfer:
         _C.peer_receive(*self.memory.tensors, _ALL_OTHERS, self.slot)
 
     def release_all(self) -> None:
-        """Nobody reads what others have sent any more; this rank's sends have ended, too."""
+        """What others have sent is no longer read; also wait for the end of this rank's sends."""
         self.release(_ALL_OTHERS)
         self._finish()
 
@@ -241,8 +241,8 @@ class Transfer:
 
         Args:
             like: a contiguous tensor with the shape and dtype of those received.
-            at_once: wait for all tensors before the first, which takes less time than waiting for
-                each where they have arrived.
+            at_once: wait for all tensors before the first. If they have arrived, this takes less
+                time than waiting for each.
         """
         memory, slot = self.memory, self.slot
         if at_once:
@@ -273,7 +273,7 @@ class Transfer:
         _C.peer_copy(out, *self.memory.tensors, sender, self.slot)
 
     def release(self, sender: int) -> None:
-        """Let a sender, or all, write to the slot again, once the current stream has come here."""
+        """Let a sender, or all, write to the slot again when the current stream gets here."""
         _C.peer_release(*self.memory.tensors, sender, self.slot)
 
     def receive_sum(self, own: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

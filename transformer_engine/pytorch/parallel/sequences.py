@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = groups, dim, cu_seqlens
-        for group in groups:  # of neighbours first
+        for group in groups:  # the group of neighbours first
             x = all_gather_stack(x, group)
         ranks = x.shape[: len(groups)]
         return to_sequence_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)

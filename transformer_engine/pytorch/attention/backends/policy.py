@@ -39,7 +39,7 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backends.backend import Problem
 
 # Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed,
-# until tests/pytorch/test_attention_matrix.py passes with them there; or the environment asks.
+# until the tests in tests/pytorch/attention pass with them on a GPU; or the environment asks.
 CONFIRMED = frozenset({"cudnn", "cudnn_fp8", "flash4", "sdpa", "unfused"})
 
 _FLASH = ("flash4", "flash3", "flash2")

@@ -1,4 +1,4 @@
-"""Activation: plain or gated, straight into what the next GEMM takes, both ways."""
+"""Plain and gated activations, whose kernels write operands of GEMMs, forward and backward."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Activation(Stage):
 def _room_for(
     grad: torch.Tensor, request: ResultRequest | None, plan: CallPlan
 ) -> torch.Tensor | None:
-    """Memory for the result of the forward: that of its gradient, which nobody reads afterwards."""
+    """Memory for the result of the forward; a plain one overwrites its gradient, if it may."""
     if request is None:
         return None
     if request.scales is not None:

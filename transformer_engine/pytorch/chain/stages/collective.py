@@ -76,10 +76,10 @@ def behind_rows(ranks: TensorParallel) -> list[Stage]:
 
 
 class Collective(Stage):
-    """Base of the collectives: a segment by itself, or recorded with others.
+    """Base of the collectives: a separate segment, or recorded together with other stages.
 
-    Those that pass through memory which ranks map can be recorded: one-shot collectives, and large
-    ones that pass in parts.
+    Collectives through memory that ranks map can be recorded: one-shot collectives, and large ones
+    that pass in parts.
 
     Args:
         ranks: that take part.
@@ -103,7 +103,7 @@ class Collective(Stage):
         return one_shot_of(group, first.device) is not None and (passes or small)
 
     def recordable(self, plan: Any) -> bool:
-        """Whether it is recorded is decided by `joins`."""
+        """Always True: `joins` decides whether it is recorded."""
         return True
 
     def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:
@@ -132,7 +132,7 @@ class Collective(Stage):
 
 
 class Replicated(Collective):
-    """Every rank reads the same tensor, whose gradient is the sum of theirs."""
+    """Every rank reads the same tensor; its gradient is the sum over the ranks."""
 
     label = "replicated"
     results = ("replicated",)

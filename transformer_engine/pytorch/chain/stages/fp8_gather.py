@@ -1,6 +1,6 @@
-"""All-gather of FP8 matrices: row-wise codes and scales, transposed where they are received.
+"""All-gather of FP8 matrices: row-wise codes and scales, which the receiver transposes.
 
-What only the transpose is read of is transposed by its sender, if it passes through peer memory.
+If only the transpose is needed, and it passes through peer memory, the sender transposes.
 
 A single scale is not sent: it is equal on all ranks, because their amaxes were reduced. Blocks of
 1 x 128 values have no transpose, so their column-wise codes are gathered, too.
@@ -80,12 +80,12 @@ def gather_transposed(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> 
 
 
 def _has_parts(matrix: Fp8Matrix) -> bool:
-    """Whether the rows of one rank can be multiplied by themselves."""
+    """Whether a GEMM can take the rows of one rank alone."""
     return not (matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
 
 
 class _ColumnGather(Pending):
-    """The transpose of all ranks' rows, of which each rank sends its columns.
+    """An all-gather of transposed rows: the rows of each rank are columns of the result.
 
     Args:
         matrix: this rank's rows.
@@ -167,7 +167,7 @@ class _TransposedGather(Pending):
             self.result = Operands(None, Fp8Matrix(columns, part.scales, part.format))
 
     def wait(self) -> Operands:
-        """Both sides; the column-wise one alone where somebody has read all parts."""
+        """Both sides, or only the column-wise one if all parts have been read before."""
         if self.result is None:
             row = self._rows.wait()
             self.result = Operands(row, transposed(row))

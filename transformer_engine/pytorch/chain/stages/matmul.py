@@ -129,7 +129,7 @@ class Matmul(Stage):
         return plan
 
     def omit_input(self, plan: MatmulPlan, again: Recomputes, grad_outlives: bool) -> None:
-        """Possible if `backward_params` runs behind the stage before."""
+        """Possible if `backward_params` can run after the backward of the stage before."""
         enough = again == "operands" or (again == "values" and not plan.fp8)
         if enough and plan.needs_input and plan.needs_weight and self.delayed is None:
             plan.omits_input = plan.quantizers.input.casts_columns_later
@@ -171,7 +171,7 @@ class Matmul(Stage):
         return plan.grad_request if _fuses(plan.grad_request, plan, grad) else None
 
     def weight_request(self, plan: MatmulPlan) -> OperandRequest | None:
-        """Where every call casts the weight to FP8."""
+        """Only if every call casts the weight to FP8."""
         every_call = plan.first_microbatch is None and not plan.fp8_weight
         return plan.weight_request if plan.fp8 and every_call and not plan.compiling else None
 
@@ -350,7 +350,7 @@ class Matmul(Stage):
         grad: Operands = carry.cast() if isinstance(carry, PendingCast) else carry
         bias_grad = grad.bias_grad
         if plan.needs_bias and bias_grad is None:
-            # Not by the GEMM, which then takes more time than with this kernel behind it.
+            # Not in an epilogue of the GEMM: a plain GEMM and this kernel take less time.
             dense = grad.columnwise if plan.needs_weight else grad.rowwise
             assert isinstance(dense, torch.Tensor)
             bias_grad = bias_gradient(dense, plan.dtype)
@@ -377,7 +377,7 @@ class Matmul(Stage):
             if quantizer.replaces:
                 target.store(dw)
                 dw = None
-            else:  # accumulation in the GEMM rounds otherwise: repeat it as without inspection
+            else:  # a GEMM that accumulates rounds differently: repeat it as without inspection
                 dw = gemm.wgrad(grad.columnwise, x, target, fast, self.name)
         return (dw, bias_grad)[: self.parameter_count]
 

@@ -1,4 +1,4 @@
-"""Norm: LayerNorm or RMSNorm over the last axis, straight into what the next GEMM takes."""
+"""Norm: LayerNorm or RMSNorm over the last axis, whose kernel writes operands of the next GEMM."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Norm(Stage):
         return True
 
     def recomputes(self) -> Recomputes:
-        """Values, by the kernel of the forward; unless others have the result, too."""
+        """Values, by the kernel of the forward; nothing if the chain also returns the result."""
         return "nothing" if self.tap == "output" else "values"
 
     def forward(
@@ -98,8 +98,8 @@ class Norm(Stage):
         fused = quantizer.fused_arguments(request)
         separate = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
-            # The kernel for row-wise FP8 alone sums in another order. It must also run while the
-            # debugger looks; a second call of the norm makes the plain tensor and the moments.
+            # The kernel for row-wise FP8 alone sums in another order. To keep its bits while the
+            # debugger looks, it runs here, too; a second call makes the plain tensor and moments.
             separate = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
             fused = fused._replace(plain=False, moments=None, active=None)
         plain = plan.dtype if fused.plain or self.tap == "output" else None

@@ -31,7 +31,7 @@ class _Facts(NamedTuple):
 
 
 class DropoutAdd(Stage):
-    """In the dtype of the residual (of `x` without one), in fp32 with one rounding.
+    """Computes in fp32 and rounds once, to the dtype of the residual (of `x` if there is none).
 
     It reads `x` `[..., cols]` and the residual of the same shape, or None. The parameters are a
     bias `[cols]` or None, and the seed. `options` of the call is the probability of dropping an
@@ -50,7 +50,7 @@ class DropoutAdd(Stage):
         return _Plan(call.options, call.compiling, call.requires_grad, *needs)
 
     def describe_options(self, options: float) -> tuple[float] | None:
-        """Where it draws no random numbers."""
+        """Probability 0; None with dropout, which draws random numbers."""
         return (0.0,) if options == 0.0 else None  # which Dynamo may have made a symbol
 
     def recordable(self, plan: _Plan) -> bool:
@@ -87,7 +87,7 @@ class DropoutAdd(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """Of `x` and of the residual; that of the bias comes from the same kernel."""
+        """The gradients of `x` and the residual; the same kernel computes that of the bias."""
         (grad,) = grads
         (seed,) = saved.tensors
         dtype, bias_dtype, _ = saved.facts
@@ -105,5 +105,5 @@ class DropoutAdd(Stage):
         return (x_grad, *(residual_grad if saved.facts.has_residual else ())), bias_grad
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
-        """Of the bias."""
+        """The gradient of the bias; the seed has none."""
         return carry, None

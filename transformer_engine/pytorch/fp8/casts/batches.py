@@ -1,4 +1,4 @@
-"""Casts of several tensors in few launches, for quantizers whose tensors have one scale each."""
+"""Casts of several tensors in few launches, for quantizers with one scale for each tensor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def cast_together(
     scales: list[torch.Tensor],
     amaxes: list[torch.Tensor],
 ) -> list[Operands]:
-    """The operands of tensors of one dtype, for equal sides of one format.
+    """Cast tensors of one dtype, with requests for the same sides and format.
 
     Args:
         tensors: `[rows, cols]`, contiguous.
-        requests: of each.
-        pairs: see `kernels.quantize.quantize_many`, as the others.
-        scales: of delayed scaling, or none.
-        amaxes: that are raised, or none.
+        requests: one for each tensor.
+        pairs: fp32 `[2]` each, {1/scale, scale}; see `kernels.quantize.quantize_many`.
+        scales: of delayed scaling, from which `pairs` are written; an empty list if they are set.
+        amaxes: raised to those of the tensors; may be empty.
     """
     quantizers: list[Any] = [request.quantizer for request in requests]
     codes: list[Any] = [None] * len(tensors)

@@ -68,7 +68,7 @@ def scale_pair(scales: torch.Tensor) -> torch.Tensor:
 class Operands:
     """A tensor as its GEMMs take it; a side that no GEMM takes is None.
 
-    `bias_grad` travels along where the kernel that quantised a gradient summed its columns too.
+    `bias_grad` is set if the kernel that quantised a gradient also summed its columns.
     """
 
     __slots__ = ("bias_grad", "columnwise", "rowwise")
@@ -109,7 +109,7 @@ def _side_like(side: Side | None, data: Any, scales: Any) -> Side | None:
 
 
 def flatten_values(values: Sequence[Any]) -> list[torch.Tensor | None]:
-    """A list of tensors: of `values` with all `Operands` flattened."""
+    """A list of tensors: `values`, with all `Operands` flattened."""
     found: list[torch.Tensor | None] = []
     for x in values:
         found += flatten_operands(x) if type(x) is Operands else (x,)

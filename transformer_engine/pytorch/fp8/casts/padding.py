@@ -9,7 +9,7 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
 def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """Add zero tokens; they change no result, and their own are cut off again."""
+    """Add zero tokens; they change no result, and the caller cuts off their rows of it."""
     if not padding:
         return x
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
@@ -26,7 +26,7 @@ def pad_side(side: Side | None, padding: int, columnwise: bool) -> Side | None:
 
 
 def pad_operands(operands: Operands, padding: int) -> Operands:
-    """Operands with zero tokens added; their values are those that a kernel has rounded."""
+    """Add zero tokens to operands that a kernel has already cast."""
     if not padding:
         return operands
     rowwise = pad_side(operands.rowwise, padding, False)

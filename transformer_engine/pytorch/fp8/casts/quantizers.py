@@ -124,7 +124,7 @@ class Quantizer:
         raise NotImplementedError
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The arguments by which a fused kernel casts for this quantizer; here it does not cast.
+        """The arguments with which a fused kernel casts for this quantizer; here it does not cast.
 
         The epsilon is a literal: torch.compile turns a default argument that is a float into an
         input of the graph.
@@ -224,7 +224,7 @@ class IdentityQuantizer(Quantizer, native=True):
     casts_columns_later = True
 
     def constants(self) -> tuple[Any, ...]:
-        """None."""
+        """An empty tuple: it has no arguments."""
         return ()
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:

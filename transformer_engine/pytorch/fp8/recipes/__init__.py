@@ -1,6 +1,6 @@
-"""What recipes mean to modules: one file for each, found by the class of the documented recipe.
+"""How modules run under recipes: one file for each class of documented recipes.
 
-A file in this folder is imported by being there, and registers its rules itself; see `base`.
+All files of this folder are imported; each registers its rules (see `base`).
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`RecipeRules`: what modules ask of a recipe, and the registry in which they find the answers."""
+"""`RecipeRules`: how modules run under a recipe, and the registry of rules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaling_state import ScalingMembers, ScalingState
     from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 
-Column = tuple[torch.Tensor, torch.Tensor | None]  # scale; amax, None where casts leave no trace
+Column = tuple[torch.Tensor, torch.Tensor | None]  # scale; amax, None if casts record none
 
 
 class GemmColumns(NamedTuple):
-    """What a module with scaling state keeps for the casts of one GEMM."""
+    """The scales and amaxes for the casts of one GEMM, in a module's scaling state."""
 
     input: Column
     weight: Column
@@ -28,15 +28,15 @@ class GemmColumns(NamedTuple):
 
 
 class RecipeRules:
-    """The answers of a recipe, which has an `fp8_format` and says the rest.
+    """How modules run under the recipes of a class. Each recipe has an `fp8_format`.
 
-    One object answers for all recipes of a class, so it holds no state.
+    One object serves all recipes of the class, so it holds no state.
 
     Attributes:
         keeps_state: modules keep scales and amaxes for it (`ScalingState`), which are updated at
             the end of a step. Such a recipe has `amax_history_len` and `reduce_amax`.
-        scaling: what statistics call the scaling of its casts.
-        fp8_attention: attention can run in FP8, where the recipe asks for that.
+        scaling: the name of its casts in statistics.
+        fp8_attention: attention can run in FP8, if the recipe asks for that.
         exportable: its casts have a form in ONNX.
         weight_family: which FP8 weights of its layout may serve it, see `WeightQuantizer.family`.
     """
@@ -71,11 +71,11 @@ class RecipeRules:
         return [getattr(recipe, name).amax_epsilon for name in names if hasattr(recipe, name)]
 
     def constants(self, recipe: Any) -> tuple[tuple[str, Any], ...] | None:
-        """The fields of a recipe that keeps state, by name; None where it may have others too."""
+        """The fields of a recipe that keeps state, by name; None if it may have other fields."""
         return None
 
     def weight_layout(self, recipe: Any) -> ScaleLayout | None:
-        """Of weights that exist in FP8 alone; None where no such weight can serve the recipe."""
+        """The layout of weights that exist only in FP8; None if the recipe cannot use them."""
         return None
 
     def weight_settings(self, recipe: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class RecipeRules:
         return {}
 
     def refusal_of_weights(self, recipe: Any) -> str:
-        """What is wrong with the recipe for modules with such weights; empty where nothing is."""
+        """Why the recipe cannot be used for modules with such weights; empty if it can."""
         if self.weight_layout(recipe) is None:
             return f"expected a recipe that FP8 weights can serve, got {recipe!r}"
         return ""
@@ -94,7 +94,7 @@ class RecipeRules:
         return fits and weight.family in (None, self.weight_family)
 
     def what_if_quantizer(self, tensor: str, format: int) -> Fp8Quantizer | None:
-        """The cast of one tensor for statistics of a recipe that is not in use."""
+        """The cast of one tensor, for statistics of what this recipe would do."""
         return None
 
 
@@ -106,7 +106,7 @@ def register(kind: type[Recipe]) -> Callable[[R], R]:
     """Register rules for a class of recipes; subclasses of it have them too.
 
     Raises:
-        ValueError: the class has rules.
+        ValueError: the class already has rules.
     """
     if kind in _RULES:
         raise ValueError(f"[register] expected a recipe without rules, got {kind.__name__}")
@@ -119,7 +119,7 @@ def register(kind: type[Recipe]) -> Callable[[R], R]:
 
 
 def find_rules(recipe: object) -> RecipeRules | None:
-    """The rules of a recipe, or of what users may think to be one; None where there are none."""
+    """The rules of a recipe; None for an object without rules, such as a wrong argument."""
     for kind in type(recipe).__mro__:
         if kind in _RULES:
             return _RULES[kind]
@@ -127,7 +127,7 @@ def find_rules(recipe: object) -> RecipeRules | None:
 
 
 def rules_of(recipe: Recipe | None) -> RecipeRules:
-    """The rules of a recipe that was checked; without one they ask for nothing."""
+    """The rules of a recipe that was checked; for None those of high precision."""
     rules = find_rules(recipe)
     assert rules is not None
     return rules
@@ -139,11 +139,11 @@ def registered() -> dict[type[Recipe], RecipeRules]:
 
 
 def recipe_names() -> str:
-    """Their names, for messages: "A, B or C"."""
+    """The names of these recipes, for messages: "A, B or C"."""
     *names, last = [kind.__name__ for kind in registered()]
     return f"{', '.join(names)} or {last}"
 
 
 def rules_named(scaling: str) -> RecipeRules | None:
-    """The rules of the recipe that statistics call so."""
+    """The rules with this name in statistics; None if there are none."""
     return next((rules for rules in _RULES.values() if rules.scaling == scaling), None)

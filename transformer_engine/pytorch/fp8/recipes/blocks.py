@@ -1,4 +1,4 @@
-"""`Float8BlockScaling`: every block of a tensor has the scale of its own largest magnitude."""
+"""`Float8BlockScaling`: every block of a tensor has a scale from its own largest magnitude."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.scale_layout import ScaleLayout, block_layout
 
 
 class BlockQuantizer(Fp8Quantizer, native=True):
-    """Scales from the blocks of the tensor in hand, along rows and along columns on their own.
+    """Scales from the blocks of the tensor itself, separately along rows and along columns.
 
     Args:
         format: value of `DType`.
@@ -39,13 +39,13 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         self.epsilon = epsilon
 
     def constants(self) -> tuple[Any, ...] | None:
-        """The arguments, where epsilon is its default."""
+        """The arguments; None if epsilon is not its default."""
         alike = (self.format, self.dimensions, self.power_of_2)
         return alike if self.epsilon == 0.0 else None
 
     @property
     def cache_key(self) -> Hashable:
-        """Blocks of one kind stand for each other."""
+        """Equal for equal blocks and rounding."""
         return (self.scaling, self.dimensions, self.power_of_2, self.epsilon)
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
@@ -79,7 +79,7 @@ class BlockQuantizer(Fp8Quantizer, native=True):
 
 @register(Float8BlockScaling)
 class BlockRules(RecipeRules):
-    """The answers of `Float8BlockScaling`."""
+    """The rules of `Float8BlockScaling`."""
 
     scaling = BlockQuantizer.scaling
 
@@ -103,11 +103,11 @@ class BlockRules(RecipeRules):
         return gemms
 
     def weight_layout(self, recipe: Float8BlockScaling) -> ScaleLayout:
-        """That of weights' casts."""
+        """The layout in which weights are cast."""
         return block_layout(recipe.w_block_scaling_dim)
 
     def weight_settings(self, recipe: Float8BlockScaling) -> dict[str, Any]:
-        """As weights are cast."""
+        """The settings with which weights are cast."""
         weight: Any = self.gemm_quantizers(recipe, None).weight
         return {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
 
@@ -121,5 +121,5 @@ class BlockRules(RecipeRules):
         )
 
     def what_if_quantizer(self, tensor: str, format: int) -> BlockQuantizer:
-        """That of the recipe's defaults, which know E4M3 alone."""
+        """The cast of the default recipe, which only uses E4M3."""
         return BlockQuantizer(E4M3, 2 if tensor == "weight" else 1)

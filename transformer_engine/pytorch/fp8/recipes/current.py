@@ -1,4 +1,4 @@
-"""`Float8CurrentScaling`: every tensor has the scale of its own largest magnitude."""
+"""`Float8CurrentScaling`: every tensor has a scale from its own largest magnitude."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 
 class CurrentQuantizer(Fp8Quantizer, native=True):
-    """Scale from the tensor in hand: `fp8_max / max |x|`.
+    """Scale from the tensor itself: `fp8_max / max |x|`.
 
     Args:
         format: value of `DType`.
@@ -41,7 +41,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         self.epsilon = epsilon
 
     def constants(self) -> tuple[Any, ...] | None:
-        """The arguments, where epsilon is its default."""
+        """The arguments; None if epsilon is not its default."""
         return (self.format, self.power_of_2) if self.epsilon == 0.0 else None
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
@@ -66,7 +66,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         return cast_together(tensors, requests, scales, [], [])
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The scale; the cast takes the moments."""
+        """The kernel finds the scale; the cast behind it takes the moments."""
         return FusedArguments(
             True, self.format, current=True, power_of_2=self.power_of_2, epsilon=self.epsilon
         )
@@ -111,13 +111,13 @@ class ShardQuantizer(CurrentQuantizer):
         return self.cast_with(x, request, scales=scales)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The tensor alone."""
+        """The kernel only makes the tensor: the scale needs all ranks."""
         return FusedArguments(True, epsilon=0.0)
 
 
 @register(Float8CurrentScaling)
 class CurrentRules(RecipeRules):
-    """The answers of `Float8CurrentScaling`."""
+    """The rules of `Float8CurrentScaling`."""
 
     scaling = CurrentQuantizer.scaling
     exportable = True
@@ -149,11 +149,11 @@ class CurrentRules(RecipeRules):
         return WHOLE
 
     def weight_settings(self, recipe: Float8CurrentScaling) -> dict[str, Any]:
-        """As weights are cast."""
+        """The settings with which weights are cast."""
         weight: Any = self.gemm_quantizers(recipe, None).weight
         scale = {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
         return {"family": self.weight_family, **scale}
 
     def what_if_quantizer(self, tensor: str, format: int) -> CurrentQuantizer:
-        """That of the recipe's defaults, in the format of the recipe in use."""
+        """The cast of the default recipe, in the format of the recipe in use."""
         return CurrentQuantizer(format)

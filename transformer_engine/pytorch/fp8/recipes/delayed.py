@@ -37,7 +37,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
 
     Args:
         scale: fp32 `[1]`, read by the kernel.
-        amax: fp32 `[1]`, raised to `max |x|`; None to leave no trace (evaluation).
+        amax: fp32 `[1]`, raised to `max |x|`; None to record none (evaluation).
         format: value of `DType`.
     """
 
@@ -79,7 +79,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         return cast_together(tensors, requests, pairs, scales, amaxes)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The whole cast."""
+        """The kernel does the whole cast."""
         assert request is not None
         return FusedArguments(
             False,
@@ -125,7 +125,7 @@ _OTHERS = tuple(one.name for one in fields(DelayedScaling) if one.name not in _N
 
 @register(DelayedScaling)
 class DelayedRules(RecipeRules):
-    """The answers of `DelayedScaling`."""
+    """The rules of `DelayedScaling`."""
 
     keeps_state = True
     scaling = DelayedQuantizer.scaling
@@ -138,7 +138,7 @@ class DelayedRules(RecipeRules):
         functions = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
         if functions or type(recipe) is not DelayedScaling:
             return None
-        # Dynamo may take a number that changes between calls for a symbol; an index has a value.
+        # Dynamo may make a symbol of a number that changes between calls; `index` gives a value.
         numbers = [(name, index(getattr(recipe, name))) for name in _NUMBERS]
         return tuple([(name, getattr(recipe, name)) for name in _OTHERS] + numbers)
 
@@ -173,7 +173,7 @@ class DelayedRules(RecipeRules):
         return WHOLE
 
     def weight_settings(self, recipe: DelayedScaling) -> dict[str, Any]:
-        """The margin; the scale is that of the values in hand, see `WeightQuantizer`."""
+        """The margin; the scale comes from the values themselves, see `WeightQuantizer`."""
         return {"family": self.weight_family, "margin": recipe.margin}
 
 
@@ -185,7 +185,7 @@ def _call_functions(
 ) -> _Values:
     """What the recipe's functions of amax and scale return, each fp32 `[columns]` of all states.
 
-    They see what counts: in row 0 the amaxes of all ranks, and no NaN.
+    In the histories that they get, row 0 has the amaxes of all ranks, and NaN is replaced by 0.
     """
     recipe: DelayedScaling = members.recipe
     find_amax, find_scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
