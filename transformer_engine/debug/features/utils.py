@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nvdlfw_inspect._engine import schedule_of
+
 
 def next_enabled_iter(
     start_step: int | None,
@@ -32,12 +34,6 @@ def next_enabled_iter(
     """
     if freq < 1:
         raise ValueError(f"[next_enabled_iter] expected freq of 1 or more, got {freq}")
-    intervals = sorted(start_end_list or [(start_step or 0, -1 if end_step is None else end_step)])
-    runs, following = False, list[int]()
-    for first, last in intervals:
-        open_end = last < 0
-        runs |= iteration % freq == 0 and first <= iteration and (open_end or iteration <= last)
-        candidate = -(-max(iteration + 1, first) // freq) * freq
-        if open_end or candidate <= last:
-            following.append(candidate)
-    return runs, min(following, default=None)
+    whole = (start_step or 0, -1 if end_step is None else max(end_step, -1))
+    schedule = schedule_of({"freq": freq, "start_end_list": sorted(start_end_list or [whole])})
+    return schedule.due(iteration), schedule.next(iteration)

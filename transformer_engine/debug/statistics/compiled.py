@@ -7,13 +7,14 @@ due when it runs, as in eager mode; in a CUDA graph, flags on the device decide 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from transformer_engine.debug.names import TENSORS
+from transformer_engine.debug.statistics.quantizer import WatchingQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch._torch_private import constant_in_graphs, graph_task
 from transformer_engine.pytorch.capture import is_capturing
@@ -23,7 +24,6 @@ from transformer_engine.pytorch.fp8.casts.quantizers import (
     Fp8Quantizer,
     GemmQuantizers,
     Quantizer,
-    WrappingQuantizer,
 )
 from transformer_engine.pytorch.fp8.inspector import show_to_inspector
 from transformer_engine.pytorch.fp8.process_state import process_state
@@ -74,22 +74,12 @@ def _parts(side: Side | None) -> Parts:
     return None, None, -1
 
 
-class TracedStatistics(WrappingQuantizer):
-    """Casts by `inner` and adds an operator that takes statistics; results stay the same."""
-
-    replaces = False
+class TracedStatistics(WatchingQuantizer):
+    """Adds an operator that takes statistics."""
 
     def __init__(self, inner: Quantizer, feed: str) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.feed = feed
-        self.scaling = inner.scaling
-        self.format = inner.format
-        self.rounds_once = inner.rounds_once
-
-    @property
-    def cache_key(self) -> Hashable:
-        """That of the wrapped quantizer: statistics do not change what is cached."""
-        return self.inner.cache_key
 
     def inner_request(self, request: OperandRequest) -> OperandRequest:
         """The same request, of the wrapped quantizer."""
@@ -111,7 +101,7 @@ class TracedStatistics(WrappingQuantizer):
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """Make operands of a weight kept in FP8, and take statistics."""
-        self._look(None, weight, None)
+        self.look(None, weight)
         return self.inner.from_fp8(weight, self.inner_request(request), dtype)
 
     def finish(
@@ -119,21 +109,13 @@ class TracedStatistics(WrappingQuantizer):
     ) -> Operands:
         """Take the statistics of a tensor that a fused kernel has cast."""
         operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
-        self._look(x, operands.rowwise, operands.columnwise)
+        self.look(x, operands.rowwise, operands.columnwise)
         return operands
 
-    def record_amax(self, x: torch.Tensor) -> None:
-        """Record the amax by the wrapped quantizer, and take statistics."""
-        self.inner.record_amax(x)
-        self._look(x, None, None)
-
-    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Take statistics of the result."""
-        x = self.inner.process_gemm_output(x)
-        self._look(x, None, None)
-        return x
-
-    def _look(self, x: torch.Tensor | None, rowwise: Side | None, columnwise: Side | None) -> None:
+    def look(
+        self, x: torch.Tensor | None, rowwise: Side | None = None, columnwise: Side | None = None
+    ) -> None:
+        """Add the operator, for a tensor or its operands."""
         show_to_inspector(x, *_parts(rowwise), *_parts(columnwise), self.feed)
 
     def __repr__(self) -> str:

@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from transformer_engine.debug.statistics.tensor import TensorStatistics
 
 
-class StatisticsQuantizer(WrappingQuantizer):
-    """Casts by `inner` and feeds the rows of the tensor; results stay the same."""
+class WatchingQuantizer(WrappingQuantizer):
+    """Base of quantizers that cast by `inner` and look at the tensor; results stay the same."""
 
     replaces = False
 
-    def __init__(
-        self, inner: Quantizer, statistics: TensorStatistics, captured: bool = False
-    ) -> None:
+    def __init__(self, inner: Quantizer) -> None:
         self.inner = inner
-        self.statistics = statistics
-        self.captured = captured
         self.scaling = inner.scaling
         self.format = inner.format
         self.rounds_once = inner.rounds_once
@@ -33,6 +29,32 @@ class StatisticsQuantizer(WrappingQuantizer):
     def cache_key(self) -> Hashable:
         """That of the wrapped quantizer: statistics do not change what is cached."""
         return self.inner.cache_key
+
+    def look(self, x: torch.Tensor) -> None:
+        """Take statistics of a tensor that is not cast."""
+        raise NotImplementedError
+
+    def record_amax(self, x: torch.Tensor) -> None:
+        """Record the amax by the wrapped quantizer, and take statistics."""
+        self.inner.record_amax(x)
+        self.look(x)
+
+    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Take statistics of the result."""
+        x = self.inner.process_gemm_output(x)
+        self.look(x)
+        return x
+
+
+class StatisticsQuantizer(WatchingQuantizer):
+    """Feeds the rows of the tensor."""
+
+    def __init__(
+        self, inner: Quantizer, statistics: TensorStatistics, captured: bool = False
+    ) -> None:
+        super().__init__(inner)
+        self.statistics = statistics
+        self.captured = captured
 
     @property
     def needs_plain(self) -> bool:
@@ -80,22 +102,12 @@ class StatisticsQuantizer(WrappingQuantizer):
             self.statistics.feed_casts(x, rowwise, columnwise, self.inner, self.captured)
         return operands
 
-    def record_amax(self, x: torch.Tensor) -> None:
-        """Record the amax by the wrapped quantizer, and take statistics."""
-        self.inner.record_amax(x)
-        self._look(x)
-
-    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Take statistics of the result."""
-        x = self.inner.process_gemm_output(x)
-        self._look(x)
-        return x
-
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
         """Tensors of the wrapped quantizer, and rows of statistics."""
         return (*self.inner.persistent_tensors(), *self.statistics.persistent_tensors())
 
-    def _look(self, x: torch.Tensor) -> None:
+    def look(self, x: torch.Tensor) -> None:
+        """Feed the rows of a tensor that is not cast."""
         self.statistics.feed_moments(x, self.captured)
         self.statistics.feed_blocks(x, self.captured)
 

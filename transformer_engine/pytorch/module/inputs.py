@@ -30,6 +30,12 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
 
 
+def check_dense(module: str, parameter: str, x: object, layer: str | None = None) -> None:
+    """Raise TypeError unless this is a dense tensor."""
+    if not isinstance(x, _Tensor) or x.layout is not _strided:
+        refuse_input(module, parameter, x, layer)
+
+
 def can_read(x: torch.Tensor) -> bool:
     """Whether the host knows the elements: it waits for no device, and nothing is compiled."""
     if type(x) is not _Tensor or x.device.type != "cpu":

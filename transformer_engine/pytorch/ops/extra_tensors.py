@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.inputs import check_dense, refuse_input
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
@@ -77,8 +77,7 @@ class AddExtraInput(FusibleOperation):
             TypeError: no dense tensors.
         """
         for name, tensor in (("x", x), ("extra", extra)):
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                refuse_input("AddExtraInput", name, tensor, None)
+            check_dense("AddExtraInput", name, tensor)
         if x.shape != extra.shape:
             raise ValueError(
                 f"[AddExtraInput] expected extra of shape {tuple(x.shape)}, as x, got "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_numbers
-from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.inputs import check_dense
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
@@ -149,5 +149,4 @@ class Dropout(FusibleOperation):
 
 
 def _check_tensor(op: FusibleOperation, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-        refuse_input(type(op).__name__, "x", x, None)
+    check_dense(type(op).__name__, "x", x)
