@@ -49,6 +49,7 @@ class ProcessState:
         compiled_in_fp8: layers, see `compiled_scales`.
         gemms: GEMMs that ran, by layer, GEMM and kind.
         sent: collectives of layers, see `chain.parallel_report`.
+        user_buffers: what `initialize_ub` has set, see `chain.user_buffers`.
         captures_graphs: a trainer captures CUDA graphs, see `cuda_graphs.saved_scaling`.
         rng_trackers: that have had states, see `rng`.
         inspector: of the debugger's session, see transformer_engine/debug.
@@ -65,7 +66,7 @@ class ProcessState:
         self.announced: set[str] = set()
         self.compiled_in_fp8: set[tuple[str, Any]] = set()
         self.gemms, self.sent = Counter(), Counter()
-        self.user_buffers: Any = None  # see `chain.user_buffers`
+        self.user_buffers: Any = None
         self.captures_graphs = False
         self.rng_trackers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.inspector: Any = None
