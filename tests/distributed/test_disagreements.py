@@ -28,9 +28,16 @@ EXPECTED = {
         r"GEMMs in high precision \(rank 0\), fp8_delayed_scaling \(rank 1\); "
         rf"recipe none \(rank 0\), {DELAYED} \(rank 1\)"
     ),
+    "classes_in_unequal_parts": r"classes of a rank 8 \(rank 0\), 16 \(rank 1\)",
+    "sequences_of_unequal_parts": r"x \[4\] \(rank 0\), \[8\] \(rank 1\)",
     "no_gradients_on_one": r"gradients \[False, .* \(rank 0\), \[False, True.* \(rank 1\)",
 }
-OPS = {"a_replica": "autocast", "another_configuration": "statistics"}
+OPS = {
+    "a_replica": "autocast",
+    "another_configuration": "statistics",
+    "classes": "parallel_cross_entropy",
+    "sequences": "gather_sequence",
+}
 
 
 @pytest.fixture(scope="module")

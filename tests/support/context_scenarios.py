@@ -101,7 +101,7 @@ def helpers(rank):
         "pair": pair,
         "uneven": message(lambda: shard_sequence(torch.arange(6), world())),
         "uneven packed": message(
-            lambda: shard_sequence(torch.arange(24), world(), cu_seqlens=ENDS + ENDS // 24 * 2)
+            lambda: shard_sequence(torch.arange(24), world(), cu_seqlens=ENDS - ENDS // 24 * 2)
         ),
     }
 

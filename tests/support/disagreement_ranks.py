@@ -77,6 +77,16 @@ def no_gradients_on_one(rank: int) -> None:
         _shared()
 
 
+def classes_in_unequal_parts(rank: int) -> None:
+    logits = torch.zeros(4, 8 * (1 + rank), device=here())
+    target = torch.zeros(4, dtype=torch.int64, device=here())
+    te.parallel_cross_entropy(logits, target, dist_process_group=dist.group.WORLD)
+
+
+def sequences_of_unequal_parts(rank: int) -> None:
+    te.distributed.gather_sequence(torch.zeros(4 * (1 + rank), device=here()), dist.group.WORLD)
+
+
 def a_rank_that_does_not_come(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 0:
@@ -105,6 +115,8 @@ CASES: dict[str, Callable[[int], None]] = {
         another_configuration_of_the_debugger,
         no_autocast_on_one,
         no_gradients_on_one,
+        classes_in_unequal_parts,
+        sequences_of_unequal_parts,
         a_rank_that_does_not_come,
         nothing,
     )

@@ -81,6 +81,9 @@ MODULES = {
         halves=("fc1_weight", "fc1_bias"),
     ),
     "attention": Shared(_made(te.MultiheadAttention, HIDDEN, HEADS, **_ATTENTION)),
+    "attention, norms of heads": Shared(
+        _made(te.MultiheadAttention, HIDDEN, HEADS, qk_norm_type="RMSNorm", **_ATTENTION)
+    ),
     "attention, groups": Shared(
         _made(
             te.MultiheadAttention,

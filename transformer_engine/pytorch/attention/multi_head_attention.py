@@ -213,9 +213,7 @@ class MultiheadAttention(FlowModule):
             **asked.arguments("proj"),
         )
         self._add_parts(qkv_format, rotary_pos_interleaved)
-        self.q_norm, self.k_norm = head_norms(
-            qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, self.name
-        )
+        self.q_norm, self.k_norm = head_norms(self, qk_norm_type, qk_norm_eps, params_dtype, device)
 
     def _add_parts(self, qkv_format: str, interleaved: bool) -> None:
         cross = self.attention_type == "cross"

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
     IGNORED,
     cross_entropy_forward,
 )
+from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.groups import check_group
 
 __all__ = ["parallel_cross_entropy"]
@@ -112,7 +113,15 @@ def check_tensors(op: str, **tensors: Any) -> None:
 
 
 def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None:
-    """Raise where targets are no classes of ranks that have `size` each."""
+    """Raise where targets are no classes of ranks that have `size` each, or where ranks differ."""
+    if rules.group is not None:
+        facts = {
+            "targets": list(target.shape),
+            "classes of a rank": size,
+            "label_smoothing": rules.smoothing,
+            "ignored": rules.ignored,
+        }
+        agree_once(op, [rules.group], facts)
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"[{op}] expected target of int64 or int32, got {target.dtype}")
     if not 0.0 <= rules.smoothing <= 1.0:

@@ -26,6 +26,8 @@ from transformer_engine.pytorch.module.parameters import (
     tensors_of,
 )
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
+from transformer_engine.pytorch.parallel.groups import TensorParallel
+from transformer_engine.pytorch.parallel.summed_gradients import with_summed_gradients
 
 
 def norm_parameters(
@@ -50,9 +52,15 @@ def check_normalization(kind: str, module: str) -> str:
 
 
 class NormModule(OptionalExtraState, SingleStageModule):
-    """A norm with parameters. Subclasses say which kind."""
+    """A norm with parameters. Subclasses say which kind.
+
+    Attributes:
+        ranks_with_other_heads: tensor parallel ranks that normalise other heads with the same
+            parameters, so that these have the sum of their gradients; None if there are none.
+    """
 
     kind: str
+    ranks_with_other_heads: TensorParallel | None = None
 
     def __init__(
         self,
@@ -128,7 +136,10 @@ class NormModule(OptionalExtraState, SingleStageModule):
         assert weight is not None
         if weight.device != like.device:
             check_device(self, like, (weight,))
-        return autocast_dtype(like) or weight.dtype, (weight, bias)
+        parameters: Sequence[torch.Tensor | None] = (weight, bias)
+        if self.ranks_with_other_heads is not None:
+            parameters = with_summed_gradients(parameters, self.ranks_with_other_heads)
+        return autocast_dtype(like) or weight.dtype, parameters
 
     def extra_repr(self) -> str:
         """Size and settings."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.meeting import Facts, Meeting, listed, ranks_of
 
 _ADVICE = "run the same layers, in the same order, with the same shapes and recipes"
 _CALL = "what they do"
+# The calls of each group that its ranks have compared, see `agree_once`.
+_compared: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
 
 
 def agree(
@@ -56,6 +61,23 @@ def agree(
     text = differences({rank: facts for rank, (facts, _) in said.items()})
     if text:
         raise RuntimeError(mismatch(op, text, layer))
+
+
+def agree_once(op: str, groups: Sequence[dist.ProcessGroup], facts: Mapping[str, Any]) -> None:
+    """`agree` before the first call with these facts; later calls cost nothing.
+
+    Args:
+        op: the function that calls this.
+        groups: of ranks that must agree, see `agree`.
+        facts: what must be equal on all ranks, by name.
+    """
+    if torch.compiler.is_compiling() or is_capturing():
+        return
+    known = _compared.setdefault(groups[0], set())
+    key = (op, *[str(fact) for fact in facts.values()])
+    if key not in known:
+        agree(op, groups, f"a call of {op}", facts)
+        known.add(key)
 
 
 def mismatch(op: str, text: str, layer: str = "") -> str:

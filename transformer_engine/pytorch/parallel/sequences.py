@@ -8,7 +8,9 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.exchange import all_gather_stack, reduce_scatter_stack
+from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.parallel.order import (
     to_rank_order,
     to_sequence_order,
@@ -54,7 +56,9 @@ def shard_sequence(
         Contiguous, with the tokens of both chunks one after the other.
 
     Raises:
-        ValueError: tokens that cannot be cut into 2n chunks of equal length.
+        ValueError: tokens that cannot be cut into 2n chunks of equal length; a dimension that `x`
+            does not have; `cu_seqlens` of other tokens, or with another dimension than 0.
+        TypeError: no process group.
 
     Example:
         >>> shard_sequence(torch.arange(8), None)  # without a group all tokens are this rank's
@@ -63,10 +67,10 @@ def shard_sequence(
     if not isinstance(x, torch.Tensor):
         parts = zip(x, seq_dim, strict=True)
         return [shard_sequence(one, cp_group, dim, cu_seqlens=cu_seqlens) for one, dim in parts]
-    rank, ranks = _place(cp_group)
+    rank, ranks = _place("shard_sequence", cp_group)
     if ranks == 1:
         return x
-    _check_tokens("shard_sequence", x.shape[seq_dim], 2 * ranks, cu_seqlens)
+    _check_tokens("shard_sequence", x, seq_dim, 1, 2 * ranks, cu_seqlens)
     if cu_seqlens is not None:
         return x.index_select(0, tokens_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
     chunks = x.chunk(2 * ranks, seq_dim)
@@ -94,17 +98,21 @@ def gather_sequence(
         The same tensor on all ranks.
 
     Raises:
-        ValueError: tokens that are not two chunks of equal length.
+        ValueError: see `shard_sequence`.
+        TypeError: no process group.
+        RuntimeError: on all ranks, if their tensors differ in shape or dtype.
 
     Example:
         >>> gather_sequence(torch.arange(8), None)
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    _, ranks = _place(cp_group)
+    _, ranks = _place("gather_sequence", cp_group)
     if ranks == 1:
         return x
-    _check_tokens("gather_sequence", x.shape[seq_dim] * ranks, 2 * ranks, cu_seqlens)
-    gathered: torch.Tensor = _Gather.apply(x, _groups(cp_group), seq_dim, cu_seqlens)
+    _check_tokens("gather_sequence", x, seq_dim, ranks, 2 * ranks, cu_seqlens)
+    groups = _groups("gather_sequence", cp_group)
+    agree_once("gather_sequence", groups, {"x": list(x.shape), "dtype": x.dtype, "dim": seq_dim})
+    gathered: torch.Tensor = _Gather.apply(x, groups, seq_dim, cu_seqlens)
     return gathered
 
 
@@ -137,31 +145,57 @@ class _Gather(torch.autograd.Function):
         return stack, None, None, None
 
 
-def _groups(cp_group: Group) -> list[dist.ProcessGroup]:
+def _groups(op: str, cp_group: Group) -> list[dist.ProcessGroup]:
     """The groups with more than one rank, the group of neighbouring ranks first."""
     if cp_group is None or not dist.is_initialized():
         return []
     groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
     groups = [group.get_group() if hasattr(group, "get_group") else group for group in groups]
+    for group in groups:
+        check_group(op, "cp_group", group)
     return [group for group in groups if dist.get_world_size(group) > 1]
 
 
-def _place(cp_group: Group) -> tuple[int, int]:
+def _place(op: str, cp_group: Group) -> tuple[int, int]:
     """The number of this rank, and the number of ranks."""
     rank, ranks = 0, 1
-    for group in _groups(cp_group):
+    for group in _groups(op, cp_group):
         rank += ranks * dist.get_rank(group)
         ranks *= dist.get_world_size(group)
     return rank, ranks
 
 
-def _check_tokens(op: str, tokens: int, chunks: int, cu_seqlens: torch.Tensor | None) -> None:
+def _check_tokens(
+    op: str,
+    x: torch.Tensor,
+    dim: int,
+    ranks: int,
+    chunks: int,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Raise unless `ranks` times the tokens of `x` are sequences of so many equal chunks."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"[{op}] expected seq_dim of {x.dim()} dimensions, got {dim}")
+    tokens = x.shape[dim] * ranks
     lengths = [tokens]
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-        lengths += cu_seqlens.diff().tolist()
+    if cu_seqlens is not None:
+        if dim % x.dim() != 0:
+            raise ValueError(f"[{op}] expected seq_dim=0 with cu_seqlens, got {dim}")
+        if cu_seqlens.device.type == "cpu":
+            lengths += _checked_lengths(op, tokens, cu_seqlens)
     uneven = [length for length in lengths if length % chunks]
     if uneven:
         raise ValueError(
             f"[{op}] expected sequences divisible by {chunks} (twice the context parallel ranks),"
             f" got {uneven[:4]} tokens; pad them"
         )
+
+
+def _checked_lengths(op: str, tokens: int, cu_seqlens: torch.Tensor) -> list[int]:
+    ends, lengths = cu_seqlens.tolist(), cu_seqlens.diff().tolist()
+    if ends[:1] != [0] or ends[-1] > tokens or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"[{op}] expected cu_seqlens to rise from 0 to at most {tokens} (the tokens of all"
+            f" ranks), got {ends[:9]}"
+        )
+    return lengths

@@ -27,6 +27,7 @@ from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.context.group import ContextGroup
+    from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 
 _Parameters = tuple[torch.Tensor | None, ...]
 RotaryAngles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -35,19 +36,19 @@ _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "L2Normalization": L2Norma
 
 
 def head_norms(
+    attention: MultiheadAttention,
     kind: str | None,
-    size: int,
     eps: float,
     params_dtype: torch.dtype | None,
     device: torch.device | str | None,
-    layer: str,
 ) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms of queries and of keys, over the `size` elements of each head; None for no kind.
+    """The norms of queries and of keys, over the elements of each head; None for no kind.
 
     Both are the same module if it has no parameters.
     """
     if kind is None:
         return None, None
+    layer, size = attention.name, attention.layout.size
     norm = _NORMS.get(kind)
     if norm is None:
         raise ValueError(
@@ -61,6 +62,7 @@ def head_norms(
         norm(size, eps, params_dtype=params_dtype, device=device, name=f"{layer}.{name}")
         for name in ("q_norm", "k_norm")
     )
+    query.ranks_with_other_heads = key.ranks_with_other_heads = attention.proj.ranks
     return query, key
 
 
