@@ -156,3 +156,30 @@ def test_groups_of_other_sizes_at_each_call() -> None:
         ]
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def gradients(model: torch.nn.Module, call: Any, x: torch.Tensor, autocast: bool) -> list[Any]:
+    model.zero_grad()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        y = call(x)
+    y.backward(torch.ones_like(y))
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_operators_know_what_autocast_casts(kind: str) -> None:
+    """The first layer casts its input, the second only its weights; others have nothing to cast."""
+    build = {"linear": lambda **how: te.Linear(HIDDEN, HIDDEN, device="cpu", **how)}
+    build["mlp"] = lambda **how: te.LayerNormMLP(HIDDEN, 64, device="cpu", **how)
+    cases = [
+        (torch.nn.Sequential(build[kind](), build[kind]()), torch.float32, True),
+        (build[kind](params_dtype=torch.bfloat16), torch.bfloat16, False),
+    ]
+    for model, dtype, autocast in [*cases, *cases[::-1]]:
+        x = torch.randn(16, HIDDEN, dtype=dtype, requires_grad=True)
+        call = torch.compile(model, backend="aot_eager")
+        expected = gradients(model, model, x, autocast)
+        for ours, theirs in zip(gradients(model, call, x, autocast), expected, strict=True):
+            assert_bitwise(ours, theirs)

@@ -94,3 +94,54 @@ def test_loaded_states_are_updated(pair, device):
     for step in range(3):
         train(pair, (5 + step) * x, 4)
     assert pair[0][0].scaling["forward"].scale[0].item() != 1.0
+
+
+# An autocast in eager mode would run what compiled code has deferred: twins do not take turns.
+
+
+def test_another_recipe_ends_no_step_of_the_one_before(pair, device):
+    """The graph of the other recipe is traced while an update is deferred."""
+    found = []
+    for layer, step in pair:
+        results = []
+        for i, algorithm in enumerate(("max", "max", "most_recent", "max", "most_recent")):
+            torch.manual_seed(i)
+            x = torch.randn(32, 32, device=device) / (1 + i)
+            results.append(step(x, 4, algorithm))
+            results[-1].sum().backward()
+        found.append([*results, layer.scaling["forward"].amax_history])
+    for of_compiled, of_eager in zip(*found, strict=True):
+        assert_bitwise(of_compiled, of_eager)
+
+
+def test_copies_have_what_is_deferred(pair, device):
+    layer, step = pair[0]
+    for _ in range(2):
+        step(torch.randn(32, 32, device=device), 4).square().sum().backward()
+    copied = copy.deepcopy(layer)
+    assert_bitwise(copied.get_extra_state(), layer.get_extra_state())
+    assert copied.scaling["backward"].scale[0].item() != 1.0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+def test_a_graph_break_within_an_autocast(device):
+    """The second piece begins with what the first has deferred; the backward comes later."""
+    torch._dynamo.reset()
+    layers = [te.Linear(32, 32, device=device) for _ in range(2)]
+    twins = copy.deepcopy(layers)
+    recipe = DelayedScaling(amax_history_len=4)
+
+    def step(first, second, x):
+        with te.fp8_autocast(fp8_recipe=recipe):
+            y = first(x)
+            torch._dynamo.graph_break()
+            return second(y)
+
+    found = []
+    for pieces, call in ((layers, torch.compile(step, backend="aot_eager")), (twins, step)):
+        for i in range(4):
+            torch.manual_seed(i)
+            call(*pieces, torch.randn(32, 32, device=device)).square().sum().backward()
+        found.append([piece.get_extra_state() for piece in pieces])
+    for ours, theirs in zip(*found, strict=True):
+        assert_bitwise(ours, theirs)

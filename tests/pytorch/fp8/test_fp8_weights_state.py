@@ -1,5 +1,6 @@
 """State dicts of FP8 weights, and `_extra_state` of every origin."""
 
+import copy
 import io
 import os
 import pickle
@@ -158,6 +159,12 @@ def test_from_high_precision_and_back(device: str) -> None:
     forward = back.scaling[FORWARD].scale
     assert forward[1].item() == fp8_module.fc1_weight._scale_inv[1].item()
     assert forward[4].item() == fp8_module.fc2_weight._scale_inv[1].item()
+
+
+@kinds
+def test_state_dicts_are_not_part_of_a_graph(kind: type[QuantizedTensor], device: str) -> None:
+    state = fp8(recipe=KINDS[kind], device=device).state_dict()
+    assert not any(value.requires_grad for value in copy.deepcopy(state).values())
 
 
 @kinds

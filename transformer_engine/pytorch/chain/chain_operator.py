@@ -44,6 +44,8 @@ class PartFacts(NamedTuple):
         flush: first run the updates of scales that compiled code has deferred.
         recomputed: a checkpoint in the graph may recompute the call.
         weights: shapes of the weights of its GEMMs; an operator stores the places of its tensors.
+        device: type of the device.
+        dtypes: of the input and the parameters, which differ from `dtype` under `torch.autocast`.
     """
 
     kind: str
@@ -55,6 +57,8 @@ class PartFacts(NamedTuple):
     flush: bool = False
     recomputed: bool = False
     weights: tuple[tuple[int, int], ...] = ()
+    device: str = ""
+    dtypes: tuple[torch.dtype | None, ...] = ()
 
 
 class PlacedPart(NamedTuple):
@@ -201,6 +205,7 @@ class ChainOperator:
             process_state().flush()
         if state and any(self.needs):
             refuse_in_backward()
+            process_state().backward_pending = True  # a call of other code may have run the update
         sizes = (*self.sizes(inputs), length_of(state))
         trace = self._traces.get(sizes)
         shapes = self._shapes(inputs) if trace is None else trace.shapes

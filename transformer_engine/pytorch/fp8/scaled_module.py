@@ -34,6 +34,10 @@ class ScaledModule(OptionalExtraState, nn.Module):
         self.scaling: dict[str, ScalingState] = {}  # by direction; empty before delayed scaling
         self.in_foreign_region = False  # see `recompute.module_calls.is_recompute`
 
+    def __getstate__(self) -> dict[str, Any]:
+        process_state().flush()  # what compiled code has deferred; copies are in no group
+        return self.__dict__
+
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
         return scope.enabled and rules_of(scope.recipe).keeps_state
@@ -73,6 +77,8 @@ class ScaledModule(OptionalExtraState, nn.Module):
         recipe = object.__new__(kind)
         vars(recipe).update(fields)
         group = process_state().compiled_group(recipe, real_object(process_group))
+        if any([state.group not in (None, group) for state in self.scaling.values()]):
+            process_state().flush()  # by the rules of the group that they leave
         for direction in (FORWARD, BACKWARD):
             if state_of(self, recipe, direction, device, group)[1]:
                 self.drop_plans()

@@ -165,7 +165,7 @@ def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Let a state dict hold FP8 parameters as plain tensors of their nominal dtype."""
     for name, weight in fp8_weights(module).items():
         parameter: Any = module._parameters[name]
-        state[prefix + name] = with_piece(parameter, weight.dequantize())
+        state[prefix + name] = with_piece(parameter, weight.plain_values())
 
 
 def scales_of(module: nn.Module) -> list[torch.Tensor]:

@@ -266,7 +266,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
         fp8_weights.validate(self, scope.recipe, scope.enabled)
         if _is_compiling() and first_microbatch is None and not in_fp8:
-            plan = self._plan_of_operator(scope, dtype, needs, x.device, len(parameters))
+            plan = self._plan_of_operator(scope, dtype, needs, x.device, (x, *parameters))
             if plan is not None:
                 return plan
         built = self._quantizers_in(scope, any(needs), x.device)
@@ -286,7 +286,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         dtype: torch.dtype,
         needs: tuple[bool, ...],
         device: torch.device,
-        parameters: int,
+        tensors: Parameters,
     ) -> CallPlan | None:
         """The plan of a call that is one operator in compiled code; None to trace it instead."""
         chain = self.chain
@@ -300,10 +300,12 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             return None
         stack = autocast_stack()
         chain.keep_template()
-        plan = CallPlan(dtype, needs or (False,) * (1 + parameters))
+        plan = CallPlan(dtype, needs or (False,) * len(tensors))
         plan.state = built.state
         how = (stack.entered_in_graph, stack.in_compiled_checkpoint, tuple(self._gemm_weights()))
-        plan.facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
+        of_tensors = (device.type, tuple([None if t is None else t.dtype for t in tensors]))
+        facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
+        plan.facts = (*facts, *of_tensors)
         values, results = tuple(range(chain.inputs)), tuple(range(len(chain.outputs)))
         outputs = tuple([chain.inputs + i for i in results])
         plan.operator = operator_key(chain.inputs, ((plan.facts, values, values),), outputs)
@@ -342,7 +344,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must make its own plans, because these point into this module's scaling state.
-        return {**self.__dict__, "_plans": PlanCache()}
+        return {**super().__getstate__(), "_plans": PlanCache()}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `torch.nn.Module`. Drops plans, because the parameter may be of another kind."""
