@@ -280,6 +280,16 @@ def test_weights_tell_the_number_of_tokens(kind):
     torch.testing.assert_close(got, tokens * weights.sum(1, keepdim=True))
 
 
+def test_compiled_code_does_not_look_at_the_mask():
+    tokens, mask = torch.randn(5, 6), torch.rand(5, 4) > 0.5
+    permute = torch.compile(moe_permute, backend="aot_eager", fullgraph=True)
+    ones = int(mask.sum())
+    for ours, theirs in zip(
+        permute(tokens, mask, ones), moe_permute(tokens, mask, ones), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("mistake", ERRORS)
 def test_bad_arguments(mistake):
     call, kind, text = ERRORS[mistake]

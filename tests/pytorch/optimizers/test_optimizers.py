@@ -200,6 +200,8 @@ def test_sgd_is_that_of_torch(device):
         (lambda p: FusedAdam(p, lr="1e-3"), TypeError, "lr to be a number, got '1e-3'"),
         (lambda p: FusedAdam(p, eps=None), TypeError, "eps to be a number, got None"),
         (lambda p: FusedAdam(p, betas=(1.0, 0.9)), ValueError, r"betas in \[0, 1\)"),
+        (lambda p: FusedAdam([{"params": p, "lr": -1.0}]), ValueError, "lr, eps and weight_decay"),
+        (lambda p: FusedAdam([{"params": p, "maximize": True}]), NotImplementedError, "maximize"),
         (lambda p: FusedAdam(p).step(grad_scaler=1), NotImplementedError, "grad_scaler=None"),
         (lambda p: FusedSGD(p, 0.1, wd_after_momentum=True), NotImplementedError, "FusedSGD"),
     ],
@@ -321,15 +323,6 @@ def test_strides_of_parameters_and_gradients_change_nothing(dtype, capturable, d
             optimizer.step()
     for p, q in zip(own, plain, strict=True):
         assert_bitwise(p.detach().contiguous(), q.detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sgd_steps_all_of_a_parameter(dtype, device):
-    """As many elements as the vectors of a processor."""
-    parameter = nn.Parameter(torch.ones(64, dtype=dtype, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    FusedSGD([parameter], lr=0.5).step()
-    assert_bitwise(parameter.detach(), torch.full_like(parameter.detach(), 0.5))
 
 
 def test_sgd_steps_parameters_of_any_strides(device):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import can_read, check_tensors
 from transformer_engine.pytorch.moe.permutation import moe_permute_with_probs, padded_places
 
 __all__ = ["moe_permute_and_pad_with_probs"]
@@ -64,9 +64,7 @@ def moe_permute_and_pad_with_probs(
             f"[{op}] expected tokens_per_expert of shape {tuple(routing_map.shape[1:])}, one for "
             f"each expert, got {tuple(counts.shape)}"
         )
-    if routing_map.device.type == "cpu" and not torch.equal(
-        counts.cpu().long(), routing_map.bool().sum(0)
-    ):
+    if can_read(routing_map) and not torch.equal(counts.cpu().long(), routing_map.bool().sum(0)):
         raise ValueError(
             f"[{op}] expected tokens_per_expert={routing_map.bool().sum(0).tolist()}, the sums of "
             f"the routing map, got {counts.tolist()}"

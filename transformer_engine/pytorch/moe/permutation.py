@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import can_read, check_tensors
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -283,7 +283,7 @@ def _row_id_map(
         places = routing_map.flatten().argsort(stable=True)[: rows if known_rows else None]
         return torch.stack([places // columns, places % columns], 1)
     chosen = routing_map.bool()
-    if not known_rows or routing_map.device.type == "cpu":
+    if not known_rows or can_read(routing_map):
         ones = int(chosen.sum())
         if known_rows and rows != ones:
             raise ValueError(
@@ -297,7 +297,7 @@ def _row_id_map(
 
 def _check_mask(routing_map: torch.Tensor) -> None:
     """Raise ValueError for other values than 0 and 1, such as indices. Only the CPU's are read."""
-    if routing_map.dtype is torch.bool or routing_map.device.type != "cpu":
+    if routing_map.dtype is torch.bool or not can_read(routing_map):
         return
     if bool(((routing_map != 0) & (routing_map != 1)).any()):
         raise ValueError(
@@ -326,11 +326,11 @@ def _chunk_order(
             "[moe_sort_chunks_by_index] expected as many sizes as indices of chunks, got "
             f"{tuple(sizes.shape)} and {tuple(order.shape)}"
         )
-    if inp.device.type == "cpu" and int(sizes.sum()) != rows:
+    if can_read(sizes) and int(sizes.sum()) != rows:
         raise ValueError(
             f"[moe_sort_chunks_by_index] expected sizes that add up to {rows}, got {sizes.tolist()}"
         )
-    if inp.device.type == "cpu" and sorted(order.tolist()) != list(range(order.numel())):
+    if can_read(order) and sorted(order.tolist()) != list(range(order.numel())):
         raise ValueError(
             "[moe_sort_chunks_by_index] expected sorted_index with each index from 0 to"
             f" {order.numel() - 1} once, got {order.tolist()}"

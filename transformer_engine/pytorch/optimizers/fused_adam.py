@@ -104,14 +104,6 @@ class FusedAdam(torch.optim.Optimizer):
             bias_correction=(bias_correction, True),
             set_grad_none=(set_grad_none is not False, True),
         )
-        factors: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
-        check_numbers("FusedAdam", None, **plain)
-        if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(
-                "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
-                f"got {factors} and {betas}"
-            )
         dtypes = dict(
             zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True)
         )
@@ -122,7 +114,26 @@ class FusedAdam(torch.optim.Optimizer):
         self.capturable = capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
-        super().__init__(params, {"betas": betas, **factors})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_settings(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as `torch.optim.Optimizer` does.
+
+        Args:
+            param_group: `params`, and settings that differ from the defaults.
+
+        Raises:
+            NotImplementedError, ValueError, TypeError: settings that the constructor refuses.
+        """
+        others = {"amsgrad": False, "bias_correction": True, "maximize": False}
+        found = {
+            name: (param_group[name], only) for name, only in others.items() if name in param_group
+        }
+        refuse_others("FusedAdam", **found)
+        _check_settings({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(
@@ -369,3 +380,16 @@ class FusedAdam(torch.optim.Optimizer):
                     if isinstance(value, torch.Tensor):
                         self.state[parameter].pop(name)
                         self._overwrite(parameter, name, value)
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    """Raise unless the numbers of a group are those of a step."""
+    factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
+    check_numbers("FusedAdam", None, **plain)
+    betas = group["betas"]
+    if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(
+            "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
+            f"got {factors} and {betas}"
+        )

@@ -59,7 +59,16 @@ class FusedSGD(torch.optim.SGD):
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov=nesterov, fused=True
         )
-        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
+        self._choose_kernels()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, of `torch.optim.SGD` too; the kernels are those of the parameters here.
+
+        Args:
+            state_dict: returned by `state_dict`.
+        """
+        super().load_state_dict(state_dict)
+        self._choose_kernels()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as `torch.optim.Optimizer` does.
@@ -68,9 +77,12 @@ class FusedSGD(torch.optim.SGD):
             param_group: `params`, and settings that differ from the defaults.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if not all(_fused_steps(p) for p in group["params"]):
-            group["fused"] = self._step_supports_amp_scaling = False
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = all(map(_fused_steps, group["params"])), None
+        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 
 
 def _fused_steps(parameter: torch.Tensor) -> bool:

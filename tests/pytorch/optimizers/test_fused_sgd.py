@@ -1,0 +1,42 @@
+"""`FusedSGD` steps with the kernels that its parameters allow."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+from torch import nn
+
+from transformer_engine.pytorch.optimizers import FusedSGD
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sgd_steps_all_of_a_parameter(dtype, device):
+    """As many elements as the vectors of a processor."""
+    parameter = nn.Parameter(torch.ones(64, dtype=dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    FusedSGD([parameter], lr=0.5).step()
+    assert_bitwise(parameter.detach(), torch.full_like(parameter.detach(), 0.5))
+
+
+def test_a_loaded_state_does_not_choose_the_kernel(device):
+    """Here that of fp32 parameters, for which the fused kernel is right."""
+    full, half = (nn.Parameter(torch.ones(64, device=device)) for _ in range(2))
+    half = nn.Parameter(half.detach().bfloat16())
+    optimizers = [FusedSGD([parameter], lr=0.5) for parameter in (full, half)]
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    half.grad = torch.ones_like(half)
+    optimizers[1].step()
+    assert_bitwise(half.detach(), torch.full_like(half.detach(), 0.5))
+
+
+def test_a_state_of_torch_and_a_grad_scaler(device):
+    """Whose factor only the fused kernel takes."""
+    parameter = nn.Parameter(torch.ones(64, device=device))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(64, device=device))], lr=0.5)
+    optimizer = FusedSGD([parameter], lr=0.5)
+    optimizer.load_state_dict(other.state_dict())
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert_bitwise(parameter.detach(), torch.full_like(parameter.detach(), 0.5))
