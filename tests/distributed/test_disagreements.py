@@ -17,6 +17,14 @@ EXPECTED = {
         r"GEMMs in fp8_delayed_scaling \(rank 0\), fp8_current_scaling \(rank 1\); "
         rf"recipe {DELAYED} \(rank 0\), Float8CurrentScaling\(.*\) \(rank 1\)"
     ),
+    "another_activation": (
+        r"stage 3 activation\(kind=0, .*\) \(rank 0\), activation\(kind=\d, .*\) \(rank 1\) "
+        r"\(layer mlp\)"
+    ),
+    "another_dropout": (
+        r"stage 4 attention\(.* dropout=0.0, .*\) \(rank 0\), attention\(.* dropout=0.1, .*\) "
+        r"\(rank 1\); .* \(layer layer.self_attention.layernorm_qkv\)"
+    ),
     "a_replica_with_another_recipe": (
         r"recipe DelayedScaling\(.*amax_history_len=4,.*\) \(rank 0\), "
         r"DelayedScaling\(.*amax_history_len=5,.*\) \(rank 1\)"
@@ -35,6 +43,8 @@ EXPECTED = {
 OPS = {
     "a_replica": "autocast",
     "another_configuration": "statistics",
+    "another_activation": "LayerNormMLP",
+    "another_dropout": "LayerNormLinear",
     "classes": "parallel_cross_entropy",
     "sequences": "gather_sequence",
 }

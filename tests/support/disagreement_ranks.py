@@ -53,6 +53,20 @@ def another_recipe(rank: int) -> None:
     _shared(("delayed", "current")[rank])
 
 
+def another_activation(rank: int) -> None:
+    shared = {"set_parallel_mode": True, "tp_group": dist.group.WORLD, "tp_size": 2}
+    mlp = te.LayerNormMLP(
+        32, 64, activation=("gelu", "relu")[rank], device=here(), name="mlp", **shared
+    )
+    mlp(torch.randn(TOKENS, 32, device=here()))
+
+
+def another_dropout(rank: int) -> None:
+    shared = {"set_parallel_mode": True, "tp_group": dist.group.WORLD, "tp_size": 2}
+    layer = te.TransformerLayer(32, 64, 4, device=here(), name="layer", **shared)
+    layer.train(bool(rank))(torch.randn(TOKENS, 1, 32, device=here()))
+
+
 def a_replica_with_another_recipe(rank: int) -> None:
     _replica(1, amax_history_len=4 + rank)
 
@@ -111,6 +125,8 @@ CASES: dict[str, Callable[[int], None]] = {
         a_replica_with_fewer_modules,
         other_shapes,
         another_recipe,
+        another_activation,
+        another_dropout,
         a_replica_with_another_recipe,
         another_configuration_of_the_debugger,
         no_autocast_on_one,

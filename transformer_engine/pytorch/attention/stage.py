@@ -72,6 +72,12 @@ class Attention(Stage):
     draws = True
     options_vary = True
 
+    def described(self, plan: _Plan) -> str:
+        """See the base class."""
+        call = plan.options.call
+        settings = f"scale={call.scale}, dropout={call.dropout.p}, sink={call.sink.type}"
+        return f"{self.label}({call.shape.rule}, bias={call.bias.type}, {settings})"
+
     def describe_options(self, options: Options) -> tuple[Any, ...] | None:
         """Of calls without tensors and without random numbers, where the backend can be recorded.
 

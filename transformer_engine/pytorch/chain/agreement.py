@@ -39,9 +39,10 @@ def check_agreement(plan: CallPlan, inputs: Sequence[Any]) -> None:
 
 def _facts(plan: CallPlan, inputs: Sequence[Any]) -> dict[str, Any]:
     values, scope = inputs[: plan.chain.inputs], autocast_stack().scope
+    stages = enumerate(zip(plan.chain.stages, plan.stage_plans, strict=True))
     return {
         "input": [list(x.shape) for x in values],
-        "stages": [stage.label for stage in plan.chain.stages],
+        **{f"stage {i}": stage.described(own) for i, (stage, own) in stages},
         "parameters": [None if p is None else list(p.shape) for p in inputs[len(values) :]],
         "dtype": plan.dtype,
         "GEMMs in": ", ".join(dict.fromkeys(_described(one) for one in plan.quantizers)),

@@ -109,6 +109,17 @@ class Stage:
         """The attributes that decide what it computes, by name."""
         return sorted((k, v) for k, v in vars(self).items() if k not in self.not_settings)
 
+    def described(self, plan: Any) -> str:
+        """What it computes in a call, which must be equal on all ranks of a layer."""
+        plain = [
+            f"{name}={value}"
+            for name, value in self.settings()
+            if isinstance(value, int | float | str | tuple)
+            and name != "results"
+            and not name.startswith("_")
+        ]
+        return f"{self.label}({', '.join(plain)})"
+
     def describe_options(self, options: Any) -> tuple[Any, ...] | None:
         """Constants that describe the options of calls in compiled code, see `options_in`.
 

@@ -41,7 +41,7 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
 _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens", "bias", "bias shape"),
-    *("dropout", "softmax", "lengths", "communication", "gradients", "precision"),
+    *("scale", "dropout", "softmax", "lengths", "communication", "gradients", "precision"),
 )
 
 
@@ -58,6 +58,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         *(shape.batch, shape.queries, shape.keys),
         bias.type,
         None if bias.tensor is None else tuple(bias.tensor.shape),
+        call.scale,
         call.dropout.p,
         call.sink.type,
         tuple([None if x is None else x.shape[0] - 1 for x in lengths]),

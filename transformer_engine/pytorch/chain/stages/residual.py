@@ -49,6 +49,10 @@ class DropoutAdd(Stage):
         needs = (call.needs[0], values > 1 and call.needs[1], call.needs[first])
         return _Plan(call.options, call.compiling, call.requires_grad, *needs)
 
+    def described(self, plan: _Plan) -> str:
+        """See the base class."""
+        return f"{self.label}(p={plan.p})"
+
     def describe_options(self, options: float) -> tuple[float] | None:
         """Probability 0; None with dropout, which draws random numbers."""
         return (0.0,) if options == 0.0 else None  # which Dynamo may have made a symbol
