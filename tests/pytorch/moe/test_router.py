@@ -172,12 +172,16 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match="one of sigmoid, softmax, sqrtsoftplus, got 'tanh'"):
         route(logits, 2, "tanh")
-    with pytest.raises(ValueError, match="got float64"):
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
         route(logits.double(), 2, "softmax")
     with pytest.raises(ValueError, match="topk from 1 to 8, got 9"):
         route(logits, 9, "softmax")
     with pytest.raises(ValueError, match="num_groups=3, group_topk=2"):
         route(logits, 2, "sigmoid", 3, 2)
+    with pytest.raises(ValueError, match="num_groups=0, group_topk=0"):
+        route(logits, 2, "sigmoid", 0, 0)
+    with pytest.raises(TypeError, match=r"got torch\.int64"):
+        route(logits.long(), 2, "sigmoid")
     with pytest.raises(ValueError, match="no expert_bias"):
         route(logits, 2, "softmax", bias=torch.zeros(8))
     with pytest.raises(TypeError, match=r"\[router\] expected logits to be .*, got list"):

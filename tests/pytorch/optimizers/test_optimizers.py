@@ -203,6 +203,11 @@ def test_sgd_is_that_of_torch(device):
         (lambda p: FusedAdam([{"params": p, "lr": -1.0}]), ValueError, "lr, eps and weight_decay"),
         (lambda p: FusedAdam([{"params": p, "maximize": True}]), NotImplementedError, "maximize"),
         (lambda p: FusedAdam(p).step(grad_scaler=1), NotImplementedError, "grad_scaler=None"),
+        (
+            lambda p: FusedAdam(p).step(grad_factor=0.5),
+            TypeError,
+            "one value on the device, got 0.5",
+        ),
         (lambda p: FusedSGD(p, 0.1, wd_after_momentum=True), NotImplementedError, "FusedSGD"),
     ],
 )

@@ -200,7 +200,8 @@ def _announce(raw: torch.Tensor, layer: str) -> None:
     kind = "pickled" if start.startswith(_PICKLES) else "unknown"
     warn_once(
         "[load_state_dict] ignoring the _extra_state of another package version "
-        f"({kind}, never unpickled): FP8 scales start anew (layer {layer}, and others like it)",
+        f"({kind}, never unpickled): FP8 scales stay as they are (layer {layer}, and others like "
+        "it)",
         about=f"{kind} _extra_state",
         stacklevel=4,
     )

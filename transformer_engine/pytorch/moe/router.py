@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.module.inputs import check_tensors
 
 __all__ = [
@@ -71,7 +72,7 @@ def fused_topk_with_score_function(
 
     Raises:
         ValueError: fp64, an unknown score function or format, or numbers that do not fit.
-        TypeError: `logits` that are no tensor; `topk_indices` that are not of integers.
+        TypeError: `logits` that are no tensor, or of integers; `topk_indices` that are not.
 
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
@@ -119,7 +120,7 @@ def fused_compute_score_for_moe_aux_loss(
 
     Raises:
         ValueError: fp64, an unknown score function or format, or `topk` that does not fit.
-        TypeError: `logits` that are no tensor.
+        TypeError: `logits` that are no tensor, or of integers.
     """
     _check(logits, topk, score_function, routing_map_format)
     scores = _SCORES[score_function](logits.float())
@@ -173,8 +174,9 @@ def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str
             f"[router] expected score_function to be one of {', '.join(_SCORES)}, got "
             f"{score_function!r}"
         )
-    if logits.dtype is torch.float64:
-        raise ValueError("[router] expected logits of float32, float16 or bfloat16, got float64")
+    if logits.dtype not in HIGH_PRECISION:
+        kind = ValueError if logits.dtype is torch.float64 else TypeError
+        raise kind(f"[router] expected logits of float32, float16 or bfloat16, got {logits.dtype}")
     if not 1 <= topk <= logits.shape[-1]:
         raise ValueError(f"[router] expected topk from 1 to {logits.shape[-1]}, got {topk}")
 
@@ -182,7 +184,7 @@ def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str
 def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int) -> torch.Tensor:
     """The scores, and minus infinity for experts of groups that are not among the best."""
     experts = choice.shape[-1]
-    if experts % groups or topk % group_topk or not 1 <= group_topk <= groups:
+    if not 1 <= group_topk <= groups or experts % groups or topk % group_topk:
         raise ValueError(
             f"[router] expected {experts} experts in equal groups and topk {topk} from equally "
             f"many of each, got num_groups={groups}, group_topk={group_topk}"

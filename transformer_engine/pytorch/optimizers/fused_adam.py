@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.arguments import check_numbers
-from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.arguments import check_factor, refuse_others
 from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
     Part,
@@ -154,10 +154,12 @@ class FusedAdam(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
+            TypeError: a `grad_factor` that is no tensor.
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
         """
         refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
+        check_factor("FusedAdam", grad_factor)
         if is_capturing() and not self.capturable:
             raise RuntimeError(
                 "[FusedAdam] expected capturable=True in a CUDA graph capture, whose replays would "
