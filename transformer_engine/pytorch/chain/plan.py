@@ -171,7 +171,10 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
 
 
 class _EmptyInCopies:
-    """`torch.nn.utils.parametrize` copies attributes of modules one by one."""
+    """Base of containers whose copies are empty, also those of attributes one by one.
+
+    `torch.nn.utils.parametrize` makes such copies.
+    """
 
     def __deepcopy__(self, memo: object) -> Any:
         return type(self)()

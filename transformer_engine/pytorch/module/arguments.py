@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
-from transformer_engine.pytorch.parallel.construction import with_nearest
+from transformer_engine.pytorch.parallel.construction import unexpected_keywords
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
@@ -61,8 +61,7 @@ def refuse_keywords(
     """
     parameters = inspect.signature(module).parameters.values()
     known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    described = with_nearest(unknown, [*known, *further])
-    raise TypeError(f"{module.__qualname__}() got unexpected keyword argument(s) {described}")
+    raise TypeError(unexpected_keywords(module.__qualname__, unknown, [*known, *further]))
 
 
 def check_keywords(

@@ -73,7 +73,7 @@ class LayerNormLinear(SingleGemmModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, splits, modes norms or devices that cannot be.
+        ValueError: sizes, splits, modes, norms or devices that cannot be.
         TypeError: unknown arguments; sizes, dtypes, devices, names or functions that are none.
         RuntimeError: a GPU that torch does not see.
         NotImplementedError: `parallel_mode="row"`.

@@ -36,13 +36,13 @@ class Remakable:
         return module
 
 
-def with_nearest(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Unknown names for a message, each with the known one that is most like it."""
+def unexpected_keywords(function: str, unknown: Iterable[str], known: Iterable[str]) -> str:
+    """The message for unknown keywords, each with the known one that is most like it."""
     described, known = [], [*known]
     for name in sorted(unknown):
         near = difflib.get_close_matches(name, known, 1)
         described.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    return ", ".join(described)
+    return f"{function}() got unexpected keyword argument(s) {', '.join(described)}"
 
 
 def _refuse(
@@ -64,9 +64,7 @@ def _refuse(
     known = [p.name for p in parameters]
     unknown = set(keywords) - set(known)
     if unknown:
-        raise TypeError(
-            f"{kind}() got unexpected keyword argument(s) {with_nearest(unknown, known)}"
-        ) from None
+        raise TypeError(unexpected_keywords(kind, unknown, known)) from None
     raise TypeError(f"[{kind}] {error}") from None
 
 

@@ -16,7 +16,7 @@ def with_summed_gradients(
     parameters: Sequence[torch.Tensor | None], ranks: TensorParallel
 ) -> Sequence[torch.Tensor | None]:
     """The parameters; the backward sums their gradients over the ranks."""
-    if ranks.size == 1 or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return parameters
     group = ranks.check()
     return [_Summed.apply(x, group) if x is not None and x.requires_grad else x for x in parameters]
@@ -31,4 +31,4 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad.contiguous().clone(), ctx.group).wait(), None
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group).wait(), None

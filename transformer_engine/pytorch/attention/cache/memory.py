@@ -81,6 +81,7 @@ def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
         raise TypeError(
             f"[InferenceParams] expected batch_indices of int32 or int64, got {index.dtype}"
         )
+    known = index.tolist() if can_read(index) else []
     for cache in chain(*memory):
         if index.ndim != 1 or index.shape[0] > cache.shape[1]:
             raise ValueError(
@@ -88,9 +89,9 @@ def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
                 f" got {tuple(index.shape)}"
             )
         last = cache.shape[1] - 1
-        if can_read(index) and any(not 0 <= i <= last for i in index.tolist()):
+        if any(not 0 <= i <= last for i in known):
             raise ValueError(
-                f"[InferenceParams] expected batch_indices from 0 to {last}, got {index.tolist()}"
+                f"[InferenceParams] expected batch_indices from 0 to {last}, got {known}"
             )
         index = index.to(cache.device)
         cache[:, : index.shape[0]] = cache[:, index]

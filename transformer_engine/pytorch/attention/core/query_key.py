@@ -62,7 +62,8 @@ def head_norms(
         norm(size, eps, params_dtype=params_dtype, device=device, name=f"{layer}.{name}")
         for name in ("q_norm", "k_norm")
     )
-    query.ranks_with_other_heads = key.ranks_with_other_heads = attention.proj.ranks
+    if attention.proj.ranks.size > 1:
+        query.ranks_with_other_heads = key.ranks_with_other_heads = attention.proj.ranks
     return query, key
 
 
@@ -155,11 +156,10 @@ class Rotation(Part):
             cached, starts, ends = inference_params.positions(
                 pair, query, self.qkv_format, id(self)
             )
-            query_ends = query_ends if ends is None else ends  # which the cache knows better
-            if self.cross:
-                pair = cached[0], pair[1]
-            else:
-                pair, key_starts, key_ends = cached, starts, key_ends if ends is None else ends
+            pair = (cached[0], pair[1]) if self.cross else cached
+            key_starts = None if self.cross else starts
+            if ends is not None:  # the cache knows better than the caller's cu_seqlens
+                query_ends, key_ends = ends, key_ends if self.cross else ends
         leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
         ranks = self.rank.ranks
         check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends, ranks)
