@@ -5,6 +5,7 @@
 // Where `active` holds 0, nothing happens: a schedule that captured graphs can follow.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/moments.h"
@@ -48,11 +49,17 @@ constexpr int64_t moments_workspace_bytes() {
   return static_cast<int64_t>(sizeof(Moments)) * (1 + kMomentsBlocks);
 }
 
-// Where an op takes moments of a [rows, cols] value beside its work: counters, and sums of tiles.
-constexpr int64_t tile_moments_workspace_bytes(int64_t rows, int64_t cols) {
-  constexpr int64_t kTile = 128, kSums = 9;
-  const int64_t tiles = ((rows + kTile - 1) / kTile) * ((cols + kTile - 1) / kTile);
+// Where an op takes moments of a value beside its work: counters, and sums of tiles.
+constexpr int64_t tile_moments_bytes(int64_t tiles) {
+  constexpr int64_t kSums = 9;
   return moments_workspace_bytes() + int64_t{kMomentsBlocks} * 4 + tiles * kSums * 8;
+}
+
+// The same for a [rows, cols] value: of tiles of 128 x 128, or of blocks that stay.
+constexpr int64_t tile_moments_workspace_bytes(int64_t rows, int64_t cols) {
+  constexpr int64_t kTile = 128;
+  const int64_t tiles = ((rows + kTile - 1) / kTile) * ((cols + kTile - 1) / kTile);
+  return tile_moments_bytes(std::max<int64_t>(tiles, kMomentsBlocks));
 }
 
 void moments(const MomentsArgs& args, Stream stream);

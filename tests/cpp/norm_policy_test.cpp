@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <random>
 #include <vector>
+
+#include "ops/moments.h"
 
 namespace te::cuda {
 namespace {
@@ -63,6 +66,22 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
   }
   for (const int64_t size : {2, 4})
     EXPECT_NE(norm_tiles_policy({64, 12288, size, kHopper}).rows, 0);
+}
+
+// Each block leaves the moments of its results where an op of this shape has room for tiles.
+TEST(NormTilesPolicy, BlocksHaveRoomForMoments) {
+  for (const DeviceLimits& device : kDevices) {
+    for (const int64_t rows : {0, 1, 33, 64, 512, 768, 2048, 100000}) {
+      for (int64_t cols = kNormTileUnitCols; cols <= 12288; cols += kNormTileUnitCols) {
+        const auto policy = norm_tiles_policy({rows, cols, 2, device});
+        if (policy.rows == 0) continue;
+        const int64_t tiles = std::max<int64_t>((rows + policy.rows - 1) / policy.rows, 1);
+        const int64_t blocks = norm_tiles_clusters(policy, tiles, device) * policy.cluster;
+        ASSERT_LE(tile_moments_bytes(blocks), tile_moments_workspace_bytes(rows, cols))
+            << rows << " x " << cols;
+      }
+    }
+  }
 }
 
 // The clusters of a chip whose parts lack a few multiprocessors.

@@ -37,7 +37,7 @@ inline int tile_map_cols(int64_t cols, std::string_view op) {
   return static_cast<int>(cols);
 }
 
-// Whether the moments have been taken: else that is left to do.
+// Whether the moments have been taken: else that is left to do. Those of no values change nothing.
 template <class Function>
 bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& moments,
                      std::string_view op, cudaStream_t stream) {
@@ -52,6 +52,7 @@ bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& mome
   dispatch_high_precision(dtype, op, [&](auto tag) {
     using In = typename decltype(tag)::type;
     if (map.rows == 0 || map.cols == 0) {
+      taken = true;
       launch_dependent(empty_map_kernel, 1, 1, 0, stream, map.quantized, map.current);
       return;
     }

@@ -44,6 +44,8 @@ struct TileMomentsSink {
 inline TileMomentsSink tile_moments_sink_of(const MomentsSink& sink, int64_t tiles,
                                             int64_t elements) {
   if (!sink) return {};
+  require(sink.workspace.bytes() >= tile_moments_bytes(tiles), Kind::Internal, "moments",
+          "expected a workspace for ", tiles, " tiles, got ", sink.workspace.bytes(), " bytes");
   auto* memory = sink.workspace.ptr<char>() + moments_workspace_bytes();
   TileMomentsSink result{row_sink_of<Moments>(sink)};
   result.tickets = reinterpret_cast<unsigned*>(memory);

@@ -143,6 +143,15 @@ def test_small(device, op):
     assert_row(row, value(t))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_no_rows(device, op):
+    call, _ = OPS[op]
+    t = inputs(device, (0, 64))
+    row = empty_moments(device)
+    same(call(t, {"moments": row}), call(t, {}))
+    assert_bitwise(row, empty_moments())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("op", ["cast", "cast transpose", "layernorm fp8", "gelu fp8"])
 def test_dtypes(device, op, dtype):

@@ -107,6 +107,22 @@ def test_norms_of_many_tiles(shape):
         assert_bitwise(row, first)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 2304), (33, 3328), (0, 8192)], ids=str)
+def test_norms_of_more_blocks_than_tiles(shape):
+    x = torch.randn(shape, device="cuda", dtype=BF16)
+    row = empty_moments("cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # its workspace is no larger than these need
+        norm(x, LAYER_NORM, 0.5, row=row)
+        expected = norm(x, LAYER_NORM, 0.5, BF16)[0]
+    torch.cuda.synchronize()
+    if expected.numel():
+        assert_row(row, expected)
+    else:
+        assert_bitwise(row, empty_moments())
+
+
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_plain_result_beside(device, name):
     x = torch.randn(256, 256).to(device, BF16)
