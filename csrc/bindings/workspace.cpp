@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/tensor_bridge.h"
+#include "cuda/runtime.h"
 #include "ops/amax.h"
 #include "ops/column_sum.h"
 #include "ops/moments.h"
@@ -26,8 +27,8 @@ struct Buffer {
 
 // Guarded by Python's lock, as every binding is; never destroyed, because Python ends first.
 struct Table {
-  py::object zeros;  // (bytes, CUDA device index) -> int32 tensor
-  py::object empty;  // (bytes, CUDA device index) -> uint8 tensor, uninitialised
+  py::object lasting;  // (bytes, CUDA device index) -> uint8 tensor outside every memory pool
+  py::object empty;    // (bytes, CUDA device index) -> uint8 tensor of the pool of this thread
   std::map<std::tuple<Purpose, int32_t, void*>, Buffer> buffers;
   std::vector<Buffer> outgrown;
 };
@@ -40,9 +41,11 @@ Table& table() {
 Buffer& grown(Purpose purpose, Device device, Stream stream, int64_t bytes) {
   Buffer& found = table().buffers[{purpose, device.index, stream.handle}];
   if (!found.view || found.view.bytes() < bytes) {
-    py::object tensor = table().zeros(bytes, device.index);
+    py::object tensor = table().lasting(bytes, device.index);
+    const auto view = py::cast<TensorView>(tensor);
+    cuda::zero_at_once(view);
     if (found.view) table().outgrown.push_back(found);
-    found.view = py::cast<TensorView>(tensor);
+    found.view = view;
     found.tensor = std::move(tensor);
   }
   return found;
@@ -112,11 +115,11 @@ TensorView amax_scratch(Device device, Stream stream, size_t number) {
 void bind_workspace(py::module_& m) {
   m.def(
       "set_workspace_allocators",
-      [](const py::object& zeros, const py::object& empty) {
-        table().zeros = zeros;
+      [](const py::object& lasting, const py::object& empty) {
+        table().lasting = lasting;
         table().empty = empty;
       },
-      py::arg("zeros"), py::arg("empty"));
+      py::arg("lasting"), py::arg("empty"));
 }
 
 }  // namespace te::bindings

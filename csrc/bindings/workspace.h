@@ -2,8 +2,9 @@
 //
 // Work on one stream is ordered, so the next op may overwrite what the last one left there. Python
 // allocates, so that torch's allocator sees the memory; the table here keeps it and finds it again
-// without Python. Under a CUDA graph the buffers must exist before capture; a warm-up call makes
-// them. A buffer that was outgrown is kept: a captured graph may still write into it.
+// without Python. It is zero before any kernel reads it, also where a capture is its first use:
+// several graphs and calls may share it, in any order. A buffer that was outgrown is kept: a
+// captured graph may still write into it.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "core/tensor_view.h"
 #include "cuda/policy/device_limits.h"
 
 namespace te::cuda {
@@ -20,5 +21,9 @@ void set_device_switches(const DeviceSwitches& on);
 // Where a library that is opened at first use lies; "" leaves it to dynlib.h's order. `name` as in
 // TE_<NAME>_PATH. Later calls change nothing for a library that is open.
 void set_library_path(std::string name, std::string path);
+
+// Waits for the work of the default stream, whose memory `t` may have been, and zeroes `t`. Is no
+// part of a CUDA graph, also where the current stream is captured.
+void zero_at_once(const TensorView& t);
 
 }  // namespace te::cuda
