@@ -347,3 +347,15 @@ def test_memory_that_cudnn_cannot_read_is_copied():
         memory = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)
         shifted.append(memory[1:].view_as(x).copy_(x.detach()))
     assert torch.equal(core.CoreAttention()(*shifted, call), core.CoreAttention()(*tensors, call))
+
+
+def test_bias_that_cudnn_cannot_read_is_copied():
+    tensors, bias, _, call, _ = make(Case("no_mask", bias=(1, 4), bias_type="post_scale_bias"))
+    memory = torch.empty(bias.numel() + 1, device="cuda", dtype=bias.dtype)
+    shifted = memory[1:].view_as(bias).copy_(bias.detach()).requires_grad_()
+    results = []
+    for one in (bias, shifted):
+        out = core.CoreAttention()(*tensors, call._replace(bias=call.bias._replace(tensor=one)))
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), (*tensors, one))))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)

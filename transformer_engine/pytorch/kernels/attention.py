@@ -97,6 +97,7 @@ def attention_forward(
     statistics_out = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
+        bias = None if bias is None else _aligned(bias)
         _C.attention_forward(
             (query, key, value),
             settings,
@@ -162,6 +163,7 @@ def attention_backward(
     """
     if launch:  # first, because gradients of thd lie as what cuDNN reads does
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
+        bias = None if bias is None else _aligned(bias)
     inputs = (query, key, value)
     results, written = _gradients_of(inputs, together, launch)
     of_bias = torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None

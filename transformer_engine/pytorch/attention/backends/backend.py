@@ -17,6 +17,7 @@ class Problem(NamedTuple):
 
     Attributes:
         device: `cpu` or `cuda`.
+        gpu: index of the GPU; None elsewhere, and for the current one.
         capability: compute capability of a GPU; None elsewhere.
         dtype: of queries, keys and values.
         qkv_format: `sbhd`, `bshd` or `thd`.
@@ -47,6 +48,7 @@ class Problem(NamedTuple):
     """
 
     device: str = "cpu"
+    gpu: int | None = None
     capability: tuple[int, int] | None = None
     dtype: torch.dtype = torch.bfloat16
     qkv_format: str = "sbhd"

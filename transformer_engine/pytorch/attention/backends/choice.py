@@ -120,6 +120,7 @@ def _problem(
     packed = shape.qkv_format == "thd"
     return Problem(
         device=device.type,
+        gpu=device.index,
         capability=capability(device),
         dtype=dtype,
         qkv_format=shape.qkv_format,
@@ -315,13 +316,13 @@ def attention_backends(
     """
     allowed, device = attention_variables(), default_device(device)
     key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
-    rule = mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal)
     problem = Problem(
         device=device.type,
+        gpu=device.index,
         capability=capability(device),
         dtype=dtype,
         qkv_format=check_format(qkv_format),
-        rule=rule,
+        rule=mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal),
         batch=batch_size,
         queries=max_seqlen_q,
         keys=max_seqlen_kv,
@@ -336,7 +337,7 @@ def attention_backends(
         dropout=attention_dropout,
         training=is_training,
         repeatable=repeatable(allowed) if deterministic is None else deterministic,
-        padded_by_mask=attention_mask and rule.type.padding,
+        padded_by_mask=attention_mask and "padding" in attn_mask_type,
         alike=max_seqlen_q == max_seqlen_kv,
         softmax_type=check_softmax_type(softmax_type),
         cache=inference_params,

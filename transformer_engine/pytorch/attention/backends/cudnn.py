@@ -224,6 +224,11 @@ def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, 
     return sizes, settings_of(format, window, bottom_right, alibi, problem.repeatable, longest)
 
 
+def gpu_of(problem: Problem) -> int:
+    """Index of the GPU to ask."""
+    return torch.cuda.current_device() if problem.gpu is None else problem.gpu
+
+
 @memoize
 def _refusal(problem: Problem) -> str:
     """Why cuDNN itself refuses a problem."""
@@ -237,7 +242,7 @@ def _refusal(problem: Problem) -> str:
     return attention_refusal(
         sizes,
         problem.dtype,
-        torch.cuda.current_device(),
+        gpu_of(problem),
         how,
         problem.dropout,
         problem.rule.type.padding,

@@ -41,6 +41,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
 )
 from transformer_engine.pytorch.attention.backends.cudnn import (
     NOT_ASKED,
+    gpu_of,
     log_sum_exp_of_part,
     question,
     settings_for,
@@ -201,7 +202,7 @@ def _refusal(problem: Problem, in_fp8: bool) -> str:
     if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)
-    device = torch.cuda.current_device()
+    device = gpu_of(problem)
     format = E5M2 if problem.training and in_fp8 else None
     reason = fp8_attention_refusal(sizes, device, how, problem.training, format)
     if reason or not problem.training or in_fp8:
