@@ -252,10 +252,11 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_chunks():
-    assert default_chunk(8192, 50304, 2) == 4096
-    assert default_chunk(0, 50304, 2) == default_chunk(1, 8, 4) == 128
+    assert default_chunk(8192, 50304, torch.bfloat16, False) == 4096
+    assert default_chunk(8192, 50304, torch.bfloat16, True) == 2048
+    assert default_chunk(0, 50304, torch.bfloat16, True) == 128
     for tokens in (1, 127, 128, 4096, 100_000):
-        chunk = default_chunk(tokens, 32000, 4)
+        chunk = default_chunk(tokens, 32000, torch.float32, False)
         assert chunk % 128 == 0 and 4 * (chunk - 128) * 32000 <= 2**29
 
 

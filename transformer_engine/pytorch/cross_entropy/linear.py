@@ -73,7 +73,7 @@ def linear_cross_entropy(
         dist_process_group: of the ranks that share the classes and have equal `hidden`, whose
             gradient they sum; None is this rank alone.
         chunk_tokens: how many tokens have logits at a time, in FP8 rounded up to a multiple of 16;
-            None is as many as 512 MiB hold.
+            None is as many as 512 MiB hold, with the FP8 codes of their gradients.
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
         fp8: multiply in FP8, whatever scope of `fp8_autocast` the call is in: `hidden` and `weight`
             in E4M3 with current scaling, gradients of logits in E5M2. Results keep their dtypes.
@@ -108,7 +108,7 @@ def linear_cross_entropy(
     rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
     check_target(_OP, target, weight.shape[0], rules)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0], rows.itemsize)
+    chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0], rows.dtype, fp8)
     if fp8:
         _check_fp8_sizes(weight)
         chunk += -chunk % _FP8_MULTIPLE

@@ -31,7 +31,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
 )
 
 _LAYER = "linear_cross_entropy"  # in the report of products
-_CHUNK_BYTES = 2**29  # of logits: each chunk reads and writes the sum of the weight's gradient
+_CHUNK_BYTES = 2**29  # each chunk reads and writes the sum of the weight's gradient
 _CHUNK_MULTIPLE = 128  # tokens: whole tiles of a product
 
 
@@ -63,9 +63,13 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None
 
 
-def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
-    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 512 MiB much."""
-    parts = max(1, -(-itemsize * tokens * classes // _CHUNK_BYTES))
+def default_chunk(tokens: int, classes: int, dtype: torch.dtype, fp8: bool) -> int:
+    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 512 MiB much.
+
+    In FP8, codes of their gradients in both orientations lie beside them.
+    """
+    size = classes * (dtype.itemsize + 2 * fp8)
+    parts = max(1, -(-tokens * size // _CHUNK_BYTES))
     return -(-tokens // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
 
 
