@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -161,5 +160,9 @@ def libraries(case: Case) -> dict[str, tuple[Call, Call]]:
 
 
 def has_flash_attn_4() -> bool:
-    """Whether flash-attn 4 can be imported."""
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+    """Whether flash-attn 4 and what it needs can be imported."""
+    try:
+        import_module("flash_attn.cute")
+    except ImportError:
+        return False
+    return True

@@ -29,10 +29,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+from attention_cases import has_flash_attn_4
 from harness import Report, require_gpu, time_wall_each
 from profiling import profile_calls
 from training_costs import largest_costs
@@ -50,6 +50,7 @@ FP8 = (
     Row("ours", "fp8 delayed"),
     Row("ours", "fp8 current"),
     Row("ours", "fp8 delayed", fp8_weights=True),
+    Row("ours", "fp8 delayed", fp8_weights=True, fp8_head=True),
 )
 OURS = (Row("ours"), *FP8)
 # In the order in which they are measured: what is interrupted has the most telling ones.
@@ -173,10 +174,15 @@ def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: A
         if options.largest:
             kind = "largest batch of"
             del figures["loss"]  # depends on the batch
-        report.row(op=f"{kind} {sizes.name} s{sizes.sequence}", case=str(row), **figures)
+        report.row(op=f"{kind} {sizes.name} s{sizes.sequence}", case=case_of(row), **figures)
         add_ratios(report.rows)
         report.save()
     return found
+
+
+def case_of(row: Row) -> str:
+    """Our layers run flash-attn 4 where it is installed."""
+    return f"{row}, flash-attn 4" if row.library == "ours" and has_flash_attn_4() else str(row)
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
@@ -197,7 +203,7 @@ def judge(report: Report, name: str, sizes: Architecture, found: Found, largest:
         if not kinds[kind] or YARDSTICK not in found:
             continue
         best = max(kinds[kind], key=lambda row: found[row]["tokens_per_s"])
-        case = f"{sizes.name}: {best}"
+        case = f"{sizes.name}: {case_of(best)}"
         speed = found[best]["tokens_per_s"]
         ratio = round(speed / found[YARDSTICK]["tokens_per_s"], 3)
         report.row(op=f"{kind} over torch.compile", case=case, ratio=ratio, bar=bar)
@@ -250,8 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.largest:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, LIMIT / whole))
-    if find_spec("flash_attn") is None:
-        print("flash-attn is not installed, so no row runs its attention")
+    if not has_flash_attn_4():
+        print("flash-attn 4 is not installed, so no row runs its attention")
     print("NVIDIA's Transformer Engine has the name of this package: no row runs it here")
     models = TINY if options.tiny else ARCHITECTURES
     for name in options.models or list(models):
