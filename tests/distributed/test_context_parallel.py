@@ -198,6 +198,20 @@ def test_what_has_no_meaning_is_refused_in_words(two, name):
     assert REFUSALS[name] in text and text.endswith("(layer attend)")
 
 
+LATER = {
+    "lengths": "expected queries and keys of the same lengths",
+    "mask": "expected attention_mask of 4 queries (of this rank) and 8 keys (of all ranks)",
+    "bias": "expected a learned core_attention_bias with a row for each query",
+}
+
+
+def test_what_ranks_have_compared_hides_no_call_that_they_refuse(two):
+    for found in two:
+        for name, (first, later) in found["refusals_of_later_calls"].items():
+            assert first == "no error", name
+            assert later.startswith(f"ValueError: [DotProductAttention] {LATER[name.split()[0]]}")
+
+
 def test_fp8_attention_with_heads_exchanged_is_that_of_whole_sequences(two):
     assert all(len(found["in_fp8"]) == 14 and all(found["in_fp8"]) for found in two)
 
@@ -208,6 +222,8 @@ def test_ranks_that_differ_say_so_on_each(two):
     assert "mask causal (rank 0), no_mask (rank 1)" in first["mask"]
     assert "dtype torch.float32 (rank 0), torch.bfloat16 (rank 1)" in first["dtype"]
     assert "precision high precision (rank 0), FP8 (rank 1)" in first["precision"]
+    assert "mask shape (2, 4, 4, 8) (rank 0), (2, 1, 4, 8) (rank 1)" in first["mask shape"]
+    assert "learned bias True (rank 0), False (rank 1)" in first["learned bias"]
     assert "query_layer of each rank" in first["one is uneven"]
     assert "(rank 1)" in first["one is uneven"]
     assert first["met"] == 1  # in three calls that are alike

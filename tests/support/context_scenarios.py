@@ -1,6 +1,7 @@
 """What two ranks that share sequences do beside one call of attention: layers, helpers, errors."""
 
 from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -159,6 +160,50 @@ def refusals(rank):
     }
 
 
+def refusals_of_later_calls(rank):
+    """What is said of calls that ranks cannot serve, behind calls of the same sizes that they can.
+
+    Each entry has what is said of the former, too.
+    """
+    ends, others = (torch.tensor([0, n, 8], dtype=torch.int32) for n in (3, 4))
+    mask = torch.zeros(2, 1, 4, 8, dtype=torch.bool)
+    bias = seeded(1, 4, 1, 8)
+    with_bias = {"core_attention_bias_type": "post_scale_bias"}
+    found = {}
+    for name, comm, settings, first, later in (
+        *[
+            (
+                f"lengths {comm}",
+                comm,
+                {"attn_mask_type": "padding_causal"},
+                {"cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone()},
+                {"cu_seqlens_q": ends, "cu_seqlens_kv": others},
+            )
+            for comm in ("p2p", "all_gather")
+        ],
+        *[
+            (
+                f"mask {comm}",
+                comm,
+                {"attn_mask_type": "arbitrary"},
+                {"attention_mask": mask},
+                {"attention_mask": mask.repeat(1, 1, 2, 1)},
+            )
+            for comm in ("p2p", "all_gather", "a2a")
+        ],
+        (
+            "bias",
+            "a2a",
+            {},
+            with_bias | {"core_attention_bias": bias},
+            with_bias | {"core_attention_bias": bias.clone().requires_grad_()},
+        ),
+    ):
+        module = attention(comm, **settings)
+        found[name] = [message(partial(call, module, **more)) for more in (first, later)]
+    return found
+
+
 def in_fp8(rank):
     """Whether attention in FP8 with heads exchanged is that of whole sequences, bit for bit."""
     alone = [dist.new_group([one]) for one in range(2)][rank]
@@ -191,6 +236,17 @@ def in_some_fp8(module, rank):
         return call(module)
 
 
+def differing_masks(rank):
+    mask = torch.zeros(2, 4 - 3 * rank, 4, 8, dtype=torch.bool)
+    return call(attention("a2a", attn_mask_type="arbitrary"), attention_mask=mask)
+
+
+def differing_biases(rank):
+    bias = seeded(1, 4, 4, 8).requires_grad_(rank == 0)
+    more = {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"}
+    return call(attention("a2a"), **more)
+
+
 def disagreements(rank):
     """What both ranks say where they differ, and that they can go on."""
     module = attention()
@@ -199,6 +255,8 @@ def disagreements(rank):
         "mask": message(lambda: call(module, attn_mask_type=("causal", "no_mask")[rank])),
         "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
         "one is uneven": message(lambda: call(module, 4 - rank)),
+        "mask shape": message(lambda: differing_masks(rank)),
+        "learned bias": message(lambda: differing_biases(rank)),
         "precision": message(lambda: in_some_fp8(attention(), rank)),
     }
     with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
@@ -268,6 +326,7 @@ SCENARIOS = (
     layers,
     helpers,
     refusals,
+    refusals_of_later_calls,
     in_fp8,
     disagreements,
     dropping,

@@ -75,6 +75,13 @@ class Refusal(NamedTuple):
     got: str
     advice: str
 
+    def text(self, comm_type: str) -> str:
+        """The message."""
+        return (
+            f"[DotProductAttention] expected {self.expected} with cp_comm_type={comm_type!r}, got"
+            f" {self.got}; {self.advice}"
+        )
+
 
 def refusal(call: Call) -> Refusal | None:
     """Why context parallel ranks cannot run a call; None if they can."""
@@ -104,7 +111,7 @@ def refusal(call: Call) -> Refusal | None:
     if context.heads is not None and (shape.rule.type.arbitrary or call.bias.tensor is not None):
         expected = "no arbitrary attention_mask and no core_attention_bias"
         return Refusal(expected, "one", "use 'p2p', 'all_gather' or 'a2a'")
-    return _refusal_of_band(call) or _refusal_of_shapes(call)
+    return _refusal_of_window(call) or refusal_of_lengths(call) or _refusal_of_shapes(call)
 
 
 def _scales_are_equal(call: Call) -> bool:
@@ -119,23 +126,34 @@ def _scales_are_equal(call: Call) -> bool:
     return {*ranks_of(context.group)} <= {*ranks_of(group)}
 
 
-def _refusal_of_band(call: Call) -> Refusal | None:
-    """Refuse windows and causal masks that lengths of padded sequences would move."""
+def _refusal_of_window(call: Call) -> Refusal | None:
+    """Refuse windows that lengths of padded sequences would move."""
     assert call.context is not None
     rule = call.shape.rule
-    window = (rule.left, rule.right)
     windowed = rule.left >= 0 or (rule.right >= 0 and not rule.type.causal)
-    if not rule.type.padding or not (windowed or rule.type.causal):
+    if not (rule.type.padding and windowed):
         return None
-    if windowed and call.context.comm_type != "all_gather":
+    window = f"{(rule.left, rule.right)}"
+    if call.context.comm_type != "all_gather":
         advice = "use 'a2a', or 'all_gather' for causal ones"
-        return Refusal("no window of padded sequences", f"{window}", advice)
-    if windowed and not rule.type.causal:
-        return Refusal("a causal window of padded sequences", f"{window}", "use 'a2a'")
-    if not _alike(call):
-        expected = "queries and keys of the same lengths, with padding and a causal mask"
-        return Refusal(expected, "others", "use 'a2a'")
+        return Refusal("no window of padded sequences", window, advice)
+    if not rule.type.causal:
+        return Refusal("a causal window of padded sequences", window, "use 'a2a'")
     return None
+
+
+def refusal_of_lengths(call: Call) -> Refusal | None:
+    """Refuse lengths of padded sequences that would move a causal mask.
+
+    Calls of one structure may have other lengths. They are read only where queries and keys have
+    theirs in two tensors: on a GPU the host waits for them.
+    """
+    assert call.context is not None
+    kind = call.shape.rule.type
+    if call.context.group is None or not (kind.padding and kind.causal) or _alike(call):
+        return None
+    expected = "queries and keys of the same lengths, with padding and a causal mask"
+    return Refusal(expected, "others", "use 'a2a'")
 
 
 def _alike(call: Call) -> bool:

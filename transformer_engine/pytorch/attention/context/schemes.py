@@ -8,7 +8,11 @@ import torch
 
 from transformer_engine.pytorch.attention.backends.backend import Backend
 from transformer_engine.pytorch.attention.context import gather, heads, ring
-from transformer_engine.pytorch.attention.context.group import ContextGroup, refusal
+from transformer_engine.pytorch.attention.context.group import (
+    ContextGroup,
+    refusal,
+    refusal_of_lengths,
+)
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
 from transformer_engine.pytorch.capture import is_capturing
@@ -18,7 +22,8 @@ from transformer_engine.pytorch.parallel.agreement import agree
 def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     """The backend of a call with a `ContextGroup`: it communicates, and calls other backends.
 
-    Before the first call of each structure the ranks compare their calls, see `agree`.
+    Before the first call of each structure the ranks compare their calls, see `agree`. Behind it
+    each looks at the lengths of sequences alone, which are equal on all ranks.
 
     Raises:
         ValueError: on all ranks, if context parallel ranks cannot run the call.
@@ -28,11 +33,15 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     assert context is not None
     structure = _structure(query.dtype, needs, call)
     known = (structure, None if call.casts is None else call.casts.reduction)
-    if known not in context.known and not is_capturing():
+    if is_capturing():
+        pass
+    elif known not in context.known:
         _meet(context, structure, call)
         context.known.add(known)
         if context.comm_type == "p2p":
             ring.reserve_memory(query, call, any(needs[:3]))
+    elif (refused := refusal_of_lengths(call)) is not None:
+        raise ValueError(refused.text(context.comm_type))
     if context.heads is not None:
         return heads.BACKEND
     return gather.BACKEND if context.comm_type == "all_gather" else ring.BACKEND
@@ -40,8 +49,9 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
 
 _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
-    *("size of values", "sequences", "query tokens", "key tokens", "bias", "bias shape"),
-    *("scale", "dropout", "softmax", "lengths", "communication", "gradients", "precision"),
+    *("size of values", "sequences", "query tokens", "key tokens"),
+    *("mask shape", "bias", "bias shape", "learned bias", "scale", "dropout", "softmax", "lengths"),
+    *("communication", "gradients", "precision"),
 )
 
 
@@ -56,8 +66,10 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         shape.rule,
         *(shape.heads, shape.groups, shape.key_size, shape.value_size),
         *(shape.batch, shape.queries, shape.keys),
+        _sizes(call.attention_mask),
         bias.type,
-        None if bias.tensor is None else tuple(bias.tensor.shape),
+        _sizes(bias.tensor),
+        bias.tensor is not None and bias.tensor.requires_grad,
         call.scale,
         call.dropout.p,
         call.sink.type,
@@ -68,6 +80,13 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
     )
 
 
+def _sizes(x: Any) -> Any:
+    """The shape of a mask or bias, or those of a pair of masks; None of None."""
+    if isinstance(x, tuple | list):
+        return tuple([_sizes(one) for one in x])
+    return tuple(x.shape) if isinstance(x, torch.Tensor) else None
+
+
 def _precision(call: Call) -> str:
     if call.casts is None:
         return "high precision"
@@ -76,12 +95,8 @@ def _precision(call: Call) -> str:
 
 def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None:
     """Raise on all ranks if one of them refuses the call, or if their calls differ."""
-    refused, error = refusal(call), None
-    if refused is not None:
-        error = (
-            f"[DotProductAttention] expected {refused.expected} with"
-            f" cp_comm_type={context.comm_type!r}, got {refused.got}; {refused.advice}"
-        )
+    refused = refusal(call)
+    error = None if refused is None else refused.text(context.comm_type)
     facts = dict(zip(_NAMES, structure, strict=True))
     rule = call.shape.rule
     facts["mask"] = next(name for name, kind in MASK_TYPES.items() if kind == rule.type)
