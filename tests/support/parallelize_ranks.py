@@ -260,12 +260,14 @@ def weights_in_fp8(rank: int) -> None:
 
 
 def weights_in_fp8_that_are_cut_again(rank: int) -> None:
-    """By `fully_shard`, over the other dimension of a mesh."""
-    mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    """By `fully_shard`, over the other dimension of a mesh: they train, and load what they save."""
+    sizes = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh(here().type, sizes, mesh_dim_names=("dp", "tp"))
     with te.quantized_model_init():
-        alone, shared = (_fp8_mlp(1) for _ in range(2))
-    te.parallelize(shared, mesh)
-    fully_shard(shared, mesh=mesh["dp"])
+        alone, shared, loaded = (_fp8_mlp(seed) for seed in (1, 1, 2))
+    for one in (shared, loaded):
+        te.parallelize(one, mesh)
+        fully_shard(one, mesh=mesh["dp"])
     optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (alone, shared)]
     for number in range(3):
         outs = [
@@ -273,8 +275,11 @@ def weights_in_fp8_that_are_cut_again(rank: int) -> None:
             for one, optimizer in zip((alone, shared), optimizers, strict=True)
         ]
         assert _apart(*outs) < 0.02, (number, _apart(*outs))
+    loaded.load_state_dict(shared.state_dict())
     for name, parameter in alone.named_parameters():
-        assert _apart(te.distributed.gather_parameter(shared, name), parameter.detach()) < 0.1, name
+        found = te.distributed.gather_parameter(shared, name)
+        assert _apart(found, parameter.detach()) < 0.1, name
+        assert torch.equal(te.distributed.gather_parameter(loaded, name), found), name
 
 
 def _fp8_mlp(seed: int) -> te.LayerNormMLP:
@@ -371,20 +376,21 @@ def what_cannot_be_shared(rank: int) -> None:
     assert model["mlp"].tp_size == 1
 
 
-OF_FOUR = {run.__name__: run for run in (tensor_and_context_parallel, shards_of_shared_layers)}
+OF_FOUR = {
+    run.__name__: run
+    for run in (
+        tensor_and_context_parallel,
+        shards_of_shared_layers,
+        weights_in_fp8_that_are_cut_again,
+    )
+}
 SCENARIOS = {
     run.__name__: run
     for run in (
-        tensor_parallel,
-        sequence_parallel,
-        sequence_parallel_in_fp8,
-        context_parallel,
-        checkpoints_of_other_layouts,
-        whole_checkpoints,
-        weights_in_fp8,
-        weights_in_fp8_that_are_cut_again,
-        experts,
-        what_cannot_be_shared,
+        *(tensor_parallel, sequence_parallel, sequence_parallel_in_fp8, context_parallel),
+        *(checkpoints_of_other_layouts, whole_checkpoints),
+        *(weights_in_fp8, weights_in_fp8_that_are_cut_again),
+        *(experts, what_cannot_be_shared),
     )
 }
 

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.parallelize.parameters import (
     held,
     part_like,
 )
+from transformer_engine.pytorch.tensor.shards import piece_of
 
 _MESH = "_te_mesh"
 
@@ -150,8 +151,9 @@ def _take_parts(
     shards: dict[str, Shard], module: nn.Module, state: Any, prefix: str, *_: Any
 ) -> None:
     for name in shards:
-        if isinstance(state.get(prefix + name), torch.Tensor):
-            state[prefix + name] = _part_of_state(shards, module, name, state[prefix + name])
+        x = state.get(prefix + name)
+        if isinstance(x, torch.Tensor) and piece_of(x) is None:  # `weights.quantized` cut those
+            state[prefix + name] = _part_of_state(shards, module, name, x)
 
 
 def _part_of_state(
