@@ -72,6 +72,11 @@ def test_who_waits_in_vain_names_the_other(said: list[dict[str, str]]) -> None:
     )
 
 
-def test_ranks_that_do_the_same_say_nothing(said: list[dict[str, str]]) -> None:
-    assert [found["nothing"] for found in said] == ["", ""]
-    assert set(EXPECTED) | {"a_rank_that_does_not_come", "nothing"} == set(CASES)
+@pytest.mark.parametrize("name", ["meetings_of_some_ranks_before", "nothing"])
+def test_ranks_that_do_the_same_say_nothing(name: str, said: list[dict[str, str]]) -> None:
+    assert [found[name] for found in said] == ["", ""]
+
+
+def test_every_case_is_looked_at() -> None:
+    others = {"a_rank_that_does_not_come", "meetings_of_some_ranks_before", "nothing"}
+    assert set(EXPECTED) | others == set(CASES)

@@ -309,6 +309,23 @@ def a_rank_that_never_steps(rank: int, folder: Path) -> str:
     return _ends(folder, ACTIVATIONS, run)
 
 
+def a_session_of_one_rank(rank: int, folder: Path) -> list[str]:
+    """The first rank waits in vain for the second, which has no session; then both have one."""
+    group = short_group()
+
+    def run() -> None:
+        debug_api.set_tensor_reduction_group(group)
+        _look()
+
+    said = ""
+    if rank == 0:
+        said = _ends(folder / "one", ACTIVATIONS, run)
+    else:
+        dist.barrier()
+        dist.barrier()
+    return [said, _ends(folder / "both", ACTIVATIONS, run)]
+
+
 def a_rank_that_stops(rank: int, folder: Path) -> str:
     """The second rank leaves out the second step. NCCL's watchdog would end the process."""
     if dist.get_backend() == "nccl":
@@ -356,6 +373,7 @@ SESSIONS = (
     another_layer_later,
     another_weight,
     a_rank_that_never_steps,
+    a_session_of_one_rank,
     a_rank_that_stops,
     another_modification,
     a_session_afterwards,

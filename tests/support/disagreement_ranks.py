@@ -108,6 +108,13 @@ def a_rank_that_does_not_come(rank: int) -> None:
         layer(torch.ones(16, 8, device=here()))
 
 
+def meetings_of_some_ranks_before(rank: int) -> None:
+    """Do not count among those of other ranks."""
+    alone, both = dist.new_group([0]), dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    for group in (alone, both)[rank:]:
+        Meeting(group, "a purpose").hold({}, "a call", lambda posts: {})
+
+
 def nothing(rank: int) -> None:
     """Names that were made up differ, and calls of one structure meet once."""
     unnamed = [te.Linear(16, 16, device=here()) for _ in range(1 + rank)]
@@ -134,6 +141,7 @@ CASES: dict[str, Callable[[int], None]] = {
         classes_in_unequal_parts,
         sequences_of_unequal_parts,
         a_rank_that_does_not_come,
+        meetings_of_some_ranks_before,
         nothing,
     )
 }

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.parallel.agreement import differences, mismatch
 from transformer_engine.pytorch.parallel.meeting import (
     Facts,
     Meeting,
+    failures,
     group_or_world_size,
     ranks_of,
 )
@@ -34,6 +35,7 @@ class SharedAmax:
 
     def __init__(self, config: int) -> None:
         self._config = config
+        self._began = failures()
         self._meetings: dict[Any, Meeting] = {}
         self._known: set[tuple[Any, str]] = set()
 
@@ -62,7 +64,7 @@ class SharedAmax:
 
     def _meet(self, group: Any, what: str) -> None:
         if group not in self._meetings:
-            self._meetings[group] = Meeting(group, f"{_PURPOSE} over {ranks_of(group)}")
+            self._meetings[group] = Meeting(group, _PURPOSE, since=self._began)
         facts = {"config": self._config, "what": what}
         verdict = self._meetings[group].hold(facts, what, _judge)
         if verdict["error"]:

@@ -37,11 +37,12 @@ class GroupRows:
     Args:
         group: process group; None is all ranks.
         purpose: names its meetings in errors.
+        since: see `Meeting`.
     """
 
-    def __init__(self, group: Any, purpose: str) -> None:
+    def __init__(self, group: Any, purpose: str, since: int) -> None:
         self.group = group
-        self.meeting = Meeting(group, purpose)
+        self.meeting = Meeting(group, purpose, since=since)
         self.size = len(self.meeting.ranks)
         self.agreed = False
         self._capacity = 0  # rows of a payload, including its header

@@ -11,7 +11,7 @@ from transformer_engine.debug.statistics.differences import RankFacts, Row, key_
 from transformer_engine.debug.statistics.layout import Layout, digest
 from transformer_engine.debug.statistics.ranks import GroupRows
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.parallel.meeting import Meeting, group_or_world_size, ranks_of
+from transformer_engine.pytorch.parallel.meeting import failures, group_or_world_size, ranks_of
 
 BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 PURPOSE = "statistics"  # of meetings of the reduction group
@@ -36,6 +36,7 @@ class Reductions:
         self._manager = manager
         self._live = live
         self._learn = learn
+        self._began = failures()
         self._groups: dict[Any, GroupRows] = {}
         self._grouped: tuple[Any, dict[Any, list[TensorStatistics]]] | None = None
         self._schedules: list[Any] | None = None
@@ -85,8 +86,8 @@ class Reductions:
         """Return the collectives of a group."""
         if group not in self._groups:
             is_main = group is self._manager._tensor_reduction_group
-            purpose = PURPOSE if is_main else f"{PURPOSE} of weights of {ranks_of(group)}"
-            self._groups[group] = GroupRows(group, purpose)
+            purpose = PURPOSE if is_main else f"{PURPOSE} of weights"
+            self._groups[group] = GroupRows(group, purpose, self._began)
         return self._groups[group]
 
     def agree(
@@ -142,9 +143,7 @@ class Reductions:
         group = self._manager._tensor_reduction_group
         if group_or_world_size(group) == 1:
             return
-        together = self._groups.get(group)
-        meeting = Meeting(group, PURPOSE) if together is None else together.meeting
-        said = meeting.abandoned()
+        said = self.rows_of(group).meeting.abandoned()
         if said:
             raise RuntimeError(said)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.parallel.meeting import Facts, Meeting, listed, ranks_of
+from transformer_engine.pytorch.parallel.meeting import Facts, Meeting, listed
 
 _ADVICE = "run the same layers, in the same order, with the same shapes and recipes"
 _CALL = "what they do"
@@ -50,7 +50,7 @@ def agree(
     found: Facts = {str(dist.get_rank()): [own, error]}
     for group in groups:
         own_group: Any = group or dist.group.WORLD
-        purpose = f"ranks {own_group.group_name} {ranks_of(own_group)}"
+        purpose = f"ranks {own_group.group_name}"
         found = Meeting(group, purpose, op, _ADVICE).hold(found, doing, _together)
     said = {int(rank): said for rank, said in sorted(found.items(), key=lambda one: int(one[0]))}
     errors = {rank: error for rank, (_, error) in said.items() if error is not None}

@@ -27,6 +27,7 @@ Judge = Callable[[Mapping[int, Facts]], Facts]  # facts by rank to a verdict
 
 _GRACE = timedelta(seconds=3)  # other ranks wait this much longer for the first rank's verdict
 _MOST_NAMED = 3
+_FAILURES = "te/failures"  # how many meetings of any ranks have failed
 OF_THE_DEBUGGER = (
     "initialize the debugger with one configuration, run the same layers, and call"
     " debug_api.step() equally often"
@@ -55,6 +56,14 @@ def listed(ranks: Iterable[int]) -> str:
     return f"ranks {text}" if "," in text else f"rank {text}"
 
 
+def failures() -> int:
+    """How many meetings have failed so far, on any ranks; 0 where there are no ranks yet."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return 0
+    store: Any = default_store()
+    return int(store.add(_FAILURES, 0))
+
+
 class Meeting:
     """Meetings of the ranks of a group. The n-th meeting of one rank is the n-th of all others.
 
@@ -62,25 +71,35 @@ class Meeting:
 
     Args:
         group: process group; None is all ranks.
-        purpose: meetings are counted separately for each purpose.
+        purpose: meetings are counted separately for each purpose and ranks.
         op: the module or function that messages name; empty for the purpose.
         advice: what all ranks must do, for messages about ranks that did not come.
+        since: `failures` when what the meetings are about began: this rank passes over meetings
+            that had failed before, which it would have missed.
     """
 
     def __init__(
-        self, group: Any, purpose: str, op: str = "", advice: str = OF_THE_DEBUGGER
+        self,
+        group: Any,
+        purpose: str,
+        op: str = "",
+        advice: str = OF_THE_DEBUGGER,
+        since: int = 0,
     ) -> None:
         self._op, self._advice = op or purpose, advice
         self.ranks = ranks_of(group)
         self.timeout: timedelta = group_timeout(group)
         self._grace = min(_GRACE, self.timeout)
-        self._purpose = purpose
+        self._purpose = f"{purpose} {self.ranks}"
         self._rank = dist.get_rank()
-        self._store: Any = None if dist.get_backend(group) == "fake" else default_store()
+        store: Any = None if dist.get_backend(group) == "fake" else default_store()
+        self._store = store
         self._held = False  # this rank has been in a meeting
         self._told = False  # this rank has posted a failure
-        self._count = f"te/{purpose}/{self._rank}/count"
-        self._number = 0 if self._store is None else self._store.add(self._count, 0)
+        self._count = f"te/{self._purpose}/{self._rank}/count"
+        self._number = 0 if store is None else store.add(self._count, 0)
+        while since and 0 < self._missed().get("failure", 0) <= since:
+            self._number = store.add(self._count, 1)
 
     def hold(self, facts: Facts, doing: str, judge: Judge) -> Facts:
         """Hold a meeting; every rank of the group must call this.
@@ -103,7 +122,7 @@ class Meeting:
             if not self._store.check([verdict]):  # nobody has given up
                 self._store.set(verdict, json.dumps(judged))
         elif not self._wait(verdict, self.timeout + self._grace):
-            self._store.set(verdict, json.dumps({"absence": self._absence(doing, self.ranks[:1])}))
+            self._store.set(verdict, json.dumps(self._given_up(doing, self.ranks[:1])))
         found: Facts = json.loads(self._store.get(verdict))
         if "absence" in found:
             raise RuntimeError(found["absence"])
@@ -118,12 +137,24 @@ class Meeting:
                 posts[rank] = json.loads(self._store.get(self._key("facts", rank)))[1]
         absent = [rank for rank in self.ranks if rank not in posts]
         if absent:
-            return {"absence": self._absence(doing, absent)}
+            return self._given_up(doing, absent)
         for rank in self.ranks:
             self._store.delete_key(self._key("facts", rank))
         # All ranks have come to this meeting, so all have read the previous verdict.
         self._store.delete_key(self._key("verdict", self.ranks[0], self._number - 1))
         return judge(posts)
+
+    def _given_up(self, doing: str, absent: Iterable[int]) -> Facts:
+        failure = self._store.add(_FAILURES, 1)
+        return {"absence": self._absence(doing, absent), "failure": failure}
+
+    def _missed(self) -> Facts:
+        """The verdict of the next meeting, if other ranks have given up waiting for this one."""
+        verdict = self._key("verdict", self.ranks[0], self._number + 1)
+        if self._store is None or not self._store.check([verdict]):
+            return {}
+        found: Facts = json.loads(self._store.get(verdict))
+        return found
 
     def _absence(self, doing: str, absent: Iterable[int]) -> str:
         waited = f"{self.timeout.total_seconds():g} s"
@@ -174,15 +205,11 @@ class Meeting:
                 return ""
             if self._held and store.check([failed]):
                 return f"[{self._op}] {store.get(failed).decode()}, and gave up"
-            self._number += 1  # the meeting that others may have begun
-            verdict = self._key("verdict", self.ranks[0])
-            if not store.check([verdict]):
-                return ""
-            store.add(self._count, 1)
-            found = json.loads(store.get(verdict))
+            absence: str = self._missed().get("absence", "")
+            if absence:
+                self._number = store.add(self._count, 1)
         except RuntimeError:  # the rank that had the store is gone
             return ""
-        absence: str = found.get("absence", "")
         return absence
 
     def _key(self, what: str, rank: int, number: int | None = None) -> str:
