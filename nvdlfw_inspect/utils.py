@@ -45,9 +45,10 @@ def gather_along_first_dim(
     """Gather a tensor of all ranks along its first dimension.
 
     Args:
-        input_: A tensor of the same shape and dtype on all ranks of the group.
+        input_: A tensor of the same shape and dtype on all ranks of the group, but for the first
+            size.
         process_group: The group; None: all ranks.
-        async_op: Return before the collective has finished.
+        async_op: Return before the collective has finished; only where first sizes are equal.
 
     Returns:
         The gathered tensor, and the handle of the collective (None unless `async_op`).
@@ -55,11 +56,28 @@ def gather_along_first_dim(
     ranks = get_distributed_world_size(process_group)
     if ranks == 1:
         return input_, None
-    gathered = input_.new_empty((ranks * input_.shape[0], *input_.shape[1:]))
-    handle = _distributed().all_gather_into_tensor(
-        gathered, input_.contiguous(), group=process_group, async_op=async_op
+    distributed = _distributed()
+    size = input_.new_tensor([input_.shape[0]], dtype=int)
+    of_ranks = size.new_empty(ranks)
+    distributed.all_gather_into_tensor(of_ranks, size, group=process_group)
+    sizes = of_ranks.tolist()
+    room = max(sizes)
+    own = input_.contiguous()
+    if min(sizes) < room:
+        own = input_.new_zeros((room, *input_.shape[1:]))
+        own[: input_.shape[0]] = input_
+    gathered = input_.new_empty((ranks * room, *input_.shape[1:]))
+    handle = distributed.all_gather_into_tensor(
+        gathered, own, group=process_group, async_op=async_op
     )
-    return gathered, handle
+    if min(sizes) == room:
+        return gathered, handle
+    if handle is not None:
+        handle.wait()
+    cut = input_.new_empty((sum(sizes), *input_.shape[1:]))
+    for part, padded in zip(cut.split(sizes), gathered.split(room), strict=True):
+        part.copy_(padded[: part.shape[0]])
+    return cut, handle
 
 
 def gather_tensor_on_last_rank(

@@ -6,6 +6,7 @@ import torch
 from rank_device import here
 
 import transformer_engine.pytorch as te
+from nvdlfw_inspect import utils
 from transformer_engine.pytorch import distributed
 
 
@@ -33,4 +34,12 @@ def along_the_first_dimension(rank: int) -> dict[str, Any]:
         distributed.reduce_scatter_along_first_dim(x[:3], None)
     except ValueError as error:
         found["error"] = str(error)
+    found["unequal"] = []
+    for gather in (utils.gather_along_first_dim, utils.gather_tensor_on_last_rank):
+        for rows in (4, 1 + 3 * rank, 3 - 3 * rank):
+            made, _ = gather(x[:rows].t().contiguous().t(), None, async_op=False)
+            later, handle = gather(x[:rows], None, async_op=True)
+            handle.wait()
+            assert (made is None and later is None) or torch.equal(made, later)
+            found["unequal"].append(None if made is None else made.cpu())
     return found
