@@ -27,7 +27,13 @@ from nvdlfw_inspect.registry import Registry, import_built_in
 from nvdlfw_inspect.report.extras import MissingExtraError
 from nvdlfw_inspect.report.records import LogError
 from nvdlfw_inspect.startup import Settings, check, start
-from nvdlfw_inspect.utils import in_notebook, refuse_misspelt, step_number, warn_user
+from nvdlfw_inspect.utils import (
+    in_notebook,
+    process_group,
+    refuse_misspelt,
+    step_number,
+    warn_user,
+)
 
 DEBUG_MANAGER: DebugManager | None = None
 _steering = threading.RLock()  # one thread at a time begins, steps or ends a session
@@ -264,11 +270,13 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
     activations and gradients by the amax over the group.
 
     Args:
-        group: A `torch.distributed` group; None: all ranks.
+        group: A `torch.distributed` group of this rank, or a DeviceMesh of one dimension; None: all
+            ranks.
         layer_name: Ignored: there is one group for all layers.
 
     Raises:
-        ValueError: No session is running.
+        ValueError: No session is running, or this rank is not in the group.
+        TypeError: `group` is no group.
 
     Example:
         >>> import tempfile
@@ -278,7 +286,7 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
         >>> debug_api.end_debug()
     """
     manager = _manager("set_tensor_reduction_group", ValueError)
-    manager._tensor_reduction_group = group
+    manager._tensor_reduction_group = process_group("set_tensor_reduction_group", group)
     manager.log_message(
         "Statistics of all layers are reduced over the group that was set.",
         once="set_tensor_reduction_group",

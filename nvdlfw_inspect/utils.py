@@ -39,6 +39,30 @@ def get_distributed_rank() -> int:
     return distributed.get_rank() if distributed else _env.launched_rank()
 
 
+def process_group(op: str, group: Any) -> Any:
+    """Return a process group of this rank: the argument, or the group of a mesh; None stays None.
+
+    Raises:
+        TypeError: `group` is something else.
+        ValueError: This rank is not in the group.
+    """
+    if group is None:
+        return None
+    if hasattr(group, "get_group") and group.ndim == 1:
+        group = group.get_group()
+    distributed: Any = sys.modules.get("torch.distributed")
+    kind = getattr(distributed, "ProcessGroup", None)
+    outside = kind is not None and group is distributed.GroupMember.NON_GROUP_MEMBER
+    if kind is None or not (outside or isinstance(group, kind)):
+        raise TypeError(
+            f"[{op}] expected group to be a process group of torch.distributed, a DeviceMesh of"
+            f" one dimension or None, got {group!r}"
+        )
+    if outside or (distributed.is_initialized() and distributed.get_rank(group) < 0):
+        raise ValueError(f"[{op}] expected group to have this rank as a member, got another group")
+    return group
+
+
 def gather_along_first_dim(
     input_: Any, process_group: Any = None, async_op: bool = False
 ) -> tuple[Any, Any]:

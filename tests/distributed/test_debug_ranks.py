@@ -115,6 +115,13 @@ def test_stages_of_a_pipeline_have_groups_of_their_own(outcomes) -> None:
         assert_statistics(found[1, f"stage{rank}", "activation"], reference(batch(1)[0]))
 
 
+def test_a_reduction_group_has_this_rank(outcomes) -> None:
+    for same, (of_others, of_two_dimensions) in both(outcomes, "meshes_and_other_groups"):
+        assert same
+        assert "expected group to have this rank as a member" in of_others
+        assert "a DeviceMesh of one dimension or None, got DeviceMesh" in of_two_dimensions
+
+
 def test_layers_that_have_names_need_not_run_on_all_ranks(outcomes) -> None:
     """Whoever runs a layer logs it; the others add nothing, from their first step on."""
     first, second = both(outcomes, "experts")

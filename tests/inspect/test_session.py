@@ -312,11 +312,17 @@ def test_selectors_that_select_nothing_are_reported(initialize: Initialize, tmp_
 
 
 def test_the_reduction_group(initialize: Initialize, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
     initialize()
     assert debug_api.get_tensor_reduction_group() is None
+    group = torch.distributed.ProcessGroup(0, 1)
     for _ in range(2):
-        debug_api.set_tensor_reduction_group("group")
-    assert debug_api.get_tensor_reduction_group() == "group"
+        debug_api.set_tensor_reduction_group(group)
+    assert debug_api.get_tensor_reduction_group() is group
+    for other in ("group", [0, 1], torch.ones(2)):
+        with pytest.raises(TypeError, match="expected group to be a process group"):
+            debug_api.set_tensor_reduction_group(other)
+    assert debug_api.get_tensor_reduction_group() is group
     assert len([m for m in messages(tmp_path) if "the group that was set" in m]) == 1
     debug_api.end_debug()
     initialize()

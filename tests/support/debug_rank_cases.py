@@ -9,6 +9,7 @@ import torch.distributed as dist
 from debug_session import Logged, debugging, inspect, logged, section
 from rank_device import here
 from statistics_reference import ALL
+from torch.distributed.device_mesh import init_device_mesh
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
@@ -172,6 +173,21 @@ def pipeline(rank: int, folder: Path) -> Logged:
         debug_api.set_tensor_reduction_group(solo(rank))
         train(build(f"stage{rank}"), None)
     return logged(folder, rank)
+
+
+def meshes_and_other_groups(rank: int, folder: Path) -> tuple[bool, list[str]]:
+    """Whether the group of a mesh is set, and what is said of groups without this rank."""
+    mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    said = []
+    with debugging(folder, LOOK[0]):
+        debug_api.set_tensor_reduction_group(mesh["tp"])
+        same = debug_api.get_tensor_reduction_group() is mesh.get_group("tp")
+        for group in (solo(1 - rank), mesh):
+            try:
+                debug_api.set_tensor_reduction_group(group)
+            except (ValueError, TypeError) as error:
+                said.append(str(error))
+    return same, said
 
 
 def experts(rank: int, folder: Path) -> Logged:
@@ -363,6 +379,7 @@ SESSIONS = (
     copies,
     modified,
     pipeline,
+    meshes_and_other_groups,
     experts,
     evaluation,
     files_and_summary,
