@@ -212,6 +212,20 @@ def test_what_ranks_have_compared_hides_no_call_that_they_refuse(two):
             assert later.startswith(f"ValueError: [DotProductAttention] {LATER[name.split()[0]]}")
 
 
+LENGTHS = {
+    "uneven": "lengths divisible by 4 (twice the context parallel ranks), got sequences of [2]",
+    "too many": "expected cu_seqlens_q to rise from 0 to at most 24 (the tokens), got [0, 8, 28]",
+    "none": "expected cu_seqlens_q",
+    "fits": "no error",
+}
+
+
+def test_lengths_are_checked_before_anything_is_sent(two):
+    for found in two:
+        for name, text in found["lengths_that_do_not_fit"].items():
+            assert LENGTHS[name.rpartition(" ")[0]] in text, name
+
+
 def test_fp8_attention_with_heads_exchanged_is_that_of_whole_sequences(two):
     assert all(len(found["in_fp8"]) == 14 and all(found["in_fp8"]) for found in two)
 

@@ -204,6 +204,23 @@ def refusals_of_later_calls(rank):
     return found
 
 
+def lengths_that_do_not_fit(rank):
+    """What is said of them before anything is sent, and of a call behind them."""
+    group, x, found = dist.new_group([0, 1], timeout=timedelta(seconds=5)), seeded(12, 4, 8), {}
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = te.DotProductAttention(
+            4, 8, qkv_format="thd", attn_mask_type="padding_causal", name="attend"
+        )
+        module.set_context_parallel_group(group, None, None, comm)
+        for name, last in (("uneven", 10), ("too many", 28), ("fits", 24)):
+            ends = torch.tensor([0, 8, last], dtype=torch.int32)
+            more = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+            found[f"{name} {comm}"] = message(partial(module, x, x, x, **more))
+            if name == "fits":
+                found[f"none {comm}"] = message(partial(module, x, x, x))
+    return found
+
+
 def in_fp8(rank):
     """Whether attention in FP8 with heads exchanged is that of whole sequences, bit for bit."""
     alone = [dist.new_group([one]) for one in range(2)][rank]
@@ -327,6 +344,7 @@ SCENARIOS = (
     helpers,
     refusals,
     refusals_of_later_calls,
+    lengths_that_do_not_fit,
     in_fp8,
     disagreements,
     dropping,

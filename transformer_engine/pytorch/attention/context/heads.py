@@ -14,6 +14,7 @@ import torch
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
 from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.context import ring
+from transformer_engine.pytorch.attention.context.lengths import check_packed
 from transformer_engine.pytorch.attention.context.parts import with_seed
 from transformer_engine.pytorch.attention.core.call import (
     NO_SINK,
@@ -166,10 +167,23 @@ def _inner_shape(shape: CallShape, ranks: int, in_ring: bool) -> CallShape:
     return replace(shape, band=band, heads=heads, groups=groups, queries=queries, keys=keys)
 
 
+def _check_lengths(call: Call) -> None:
+    """Check them here, before ranks wait for each other."""
+    context, shape = call.context, call.shape
+    assert context is not None
+    if shape.qkv_format == "thd":
+        for name, sequences, tokens in (
+            ("cu_seqlens_q", call.query_sequences, shape.queries),
+            ("cu_seqlens_kv", call.key_sequences, shape.keys),
+        ):
+            check_packed(sequences, name, context.size, tokens * context.size)
+
+
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
+    _check_lengths(call)
     exchange = _Exchange(call)
     inner = exchange.inner(query.device)
     started = [  # one tensor is being sent while the next one is reordered

@@ -90,10 +90,8 @@ def lengths_of(
     real = cu_seqlens.to(torch.int64).diff()
     if qkv_format != "thd":
         return Lengths(real, None, None, tokens, (0, 0), True)
-    whole = cu_seqlens if starts is None else starts
-    check_chunks(whole, ranks, parameter if starts is None else f"{parameter}_padded")
-    formats.check_ends(tokens * shares, cu_seqlens, starts, sequences.longest, parameter)
-    whole = whole.to(torch.int64)
+    check_packed(sequences, parameter, ranks, tokens * shares)
+    whole = (cu_seqlens if starts is None else starts).to(torch.int64)
     units = whole.diff() // (2 * ranks)
     begins = whole[:-1] // shares
     longest = _longest(real, units, sequences.longest, starts is not None, ranks)
@@ -110,7 +108,17 @@ def _longest(
     return longest, longest if padded else -(-longest // (2 * ranks))
 
 
-def check_chunks(starts: torch.Tensor, ranks: int, parameter: str) -> None:
+def check_packed(sequences: Sequences, parameter: str, ranks: int, tokens: int) -> None:
+    """Raise ValueError or TypeError unless sequences of thd, with all their tokens, have chunks."""
+    cu_seqlens, starts = sequences.checked(parameter)
+    if starts is None:
+        _check_chunks(cu_seqlens, ranks, parameter)
+    else:
+        _check_chunks(starts, ranks, f"{parameter}_padded")
+    formats.check_ends(tokens, cu_seqlens, starts, sequences.longest, parameter)
+
+
+def _check_chunks(starts: torch.Tensor, ranks: int, parameter: str) -> None:
     """Raise ValueError if a sequence of thd has no equal chunks. Only CPU tensors are checked."""
     if starts.device.type != "cpu":
         return

@@ -71,6 +71,14 @@ class RankCall:
         key_shares: keys in memory are one of this many equal shares of each sequence.
         tokens: number of queries and number of keys in memory.
         device: of the tensors; a recording has stand-ins, which are on the CPU.
+
+    Attributes:
+        query_lengths: of query sequences; None without padding.
+        key_lengths: of key sequences; None without padding.
+
+    Raises:
+        ValueError: `cu_seqlens` that do not fit the tokens.
+        TypeError: `cu_seqlens` of another type.
     """
 
     def __init__(
@@ -91,23 +99,13 @@ class RankCall:
         self.rule = call.shape.rule
         self.packed = call.shape.qkv_format == "thd"
         self.dim = sequence_dim(call.shape.qkv_format)
+        # Checked here, before ranks wait for each other.
+        self.query_lengths = self._lengths(call.query_sequences, "cu_seqlens_q", ranks, 0)
+        self.key_lengths = self._lengths(call.key_sequences, "cu_seqlens_kv", key_shares, 1)
 
-    @cached_property
-    def query_lengths(self) -> Lengths | None:
-        """Lengths of query sequences; None without padding."""
+    def _lengths(self, sequences: Sequences, name: str, shares: int, side: int) -> Lengths | None:
         if not self.rule.type.padding:
             return None
-        return self._lengths(self.call.query_sequences, "cu_seqlens_q", self.ranks, 0)
-
-    @cached_property
-    def key_lengths(self) -> Lengths | None:
-        """Lengths of key sequences; None without padding."""
-        if not self.rule.type.padding:
-            return None
-        sequences = self.call.key_sequences
-        return self._lengths(sequences, "cu_seqlens_kv", self.key_shares, 1)
-
-    def _lengths(self, sequences: Sequences, name: str, shares: int, side: int) -> Lengths:
         qkv_format = self.call.shape.qkv_format
         return lengths_of(sequences, name, qkv_format, self.ranks, shares, self.tokens[side])
 
