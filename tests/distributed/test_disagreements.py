@@ -38,6 +38,13 @@ EXPECTED = {
     ),
     "classes_in_unequal_parts": r"classes of a rank 8 \(rank 0\), 16 \(rank 1\)",
     "sequences_of_unequal_parts": r"x \[4\] \(rank 0\), \[8\] \(rank 1\)",
+    "sequences_that_end_elsewhere": (
+        r"cu_seqlens \[0, 4, 16\] \(rank 0\), \[0, 8, 16\] \(rank 1\)"
+    ),
+    "one_sequence_or_several": (
+        r"sequences None \(rank 0\), 3 \(rank 1\); "
+        r"cu_seqlens nothing \(rank 0\), \[0, 8, 16, 24\] \(rank 1\)"
+    ),
     "no_gradients_on_one": r"gradients \[False, .* \(rank 0\), \[False, True.* \(rank 1\)",
 }
 OPS = {
@@ -47,6 +54,7 @@ OPS = {
     "another_dropout": "LayerNormLinear",
     "classes": "parallel_cross_entropy",
     "sequences": "gather_sequence",
+    "one_sequence": "gather_sequence",
 }
 
 

@@ -101,6 +101,18 @@ def sequences_of_unequal_parts(rank: int) -> None:
     te.distributed.gather_sequence(torch.zeros(4 * (1 + rank), device=here()), dist.group.WORLD)
 
 
+def sequences_that_end_elsewhere(rank: int) -> None:
+    ends = torch.tensor([0, 4 + 4 * rank, 16], dtype=torch.int32, device=here())
+    te.distributed.gather_sequence(torch.zeros(8, device=here()), dist.group.WORLD, cu_seqlens=ends)
+
+
+def one_sequence_or_several(rank: int) -> None:
+    ends = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=here())
+    te.distributed.gather_sequence(
+        torch.zeros(12, device=here()), dist.group.WORLD, cu_seqlens=(None, ends)[rank]
+    )
+
+
 def a_rank_that_does_not_come(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 0:
@@ -140,6 +152,8 @@ CASES: dict[str, Callable[[int], None]] = {
         no_gradients_on_one,
         classes_in_unequal_parts,
         sequences_of_unequal_parts,
+        sequences_that_end_elsewhere,
+        one_sequence_or_several,
         a_rank_that_does_not_come,
         meetings_of_some_ranks_before,
         nothing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,20 +63,26 @@ def agree(
         raise RuntimeError(mismatch(op, text, layer))
 
 
-def agree_once(op: str, groups: Sequence[dist.ProcessGroup], facts: Mapping[str, Any]) -> None:
+def agree_once(
+    op: str,
+    groups: Sequence[dist.ProcessGroup],
+    facts: Mapping[str, Any],
+    values: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
     """`agree` before the first call with these facts; later calls cost nothing.
 
     Args:
         op: the function that calls this.
         groups: of ranks that must agree, see `agree`.
         facts: what must be equal on all ranks, by name.
+        values: returns more of it, which may be other in every call: compared in the first alone.
     """
     if torch.compiler.is_compiling() or is_capturing():
         return
     known = _compared.setdefault(groups[0], set())
     key = (op, *[str(fact) for fact in facts.values()])
     if key not in known:
-        agree(op, groups, f"a call of {op}", facts)
+        agree(op, groups, f"a call of {op}", {**facts, **values()})
         known.add(key)
 
 

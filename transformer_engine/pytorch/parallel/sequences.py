@@ -88,6 +88,9 @@ def gather_sequence(
 
     The gradient is summed over the ranks, because the loss of the group is the sum of their losses.
 
+    Ranks compare their arguments before the first call of each shape, dtype, dimension and number
+    of sequences alone: whoever differs in a later one waits, or gets tokens in a wrong order.
+
     Args:
         x: tokens of this rank.
         cp_group: see `shard_sequence`.
@@ -100,7 +103,7 @@ def gather_sequence(
     Raises:
         ValueError: see `shard_sequence`.
         TypeError: no process group.
-        RuntimeError: on all ranks, if their tensors differ in shape or dtype.
+        RuntimeError: on all ranks, if their first calls differ in shapes, dtypes or `cu_seqlens`.
 
     Example:
         >>> gather_sequence(torch.arange(8), None)
@@ -111,7 +114,10 @@ def gather_sequence(
         return x
     _check_tokens("gather_sequence", x, seq_dim, ranks, 2 * ranks, cu_seqlens)
     groups = _groups("gather_sequence", cp_group)
-    agree_once("gather_sequence", groups, {"x": list(x.shape), "dtype": x.dtype, "dim": seq_dim})
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    facts = {"x": list(x.shape), "dtype": x.dtype, "dim": seq_dim, "sequences": sequences}
+    values = dict if cu_seqlens is None else lambda: {"cu_seqlens": cu_seqlens.tolist()}
+    agree_once("gather_sequence", groups, facts, values)
     gathered: torch.Tensor = _Gather.apply(x, groups, seq_dim, cu_seqlens)
     return gathered
 
