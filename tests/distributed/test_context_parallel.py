@@ -174,6 +174,23 @@ def test_helpers_cut_and_join_sequences(two):
         assert "got [14] tokens" in found["uneven packed"]
 
 
+ARGUMENTS = {
+    "x": "TypeError: [shard_sequence] expected x to be a torch.Tensor, got NoneType",
+    "gathered": "TypeError: [gather_sequence] expected x to be a torch.Tensor, got list",
+    "float": "TypeError: [shard_sequence] expected seq_dim to be an int, got 0.0",
+    "ends": "TypeError: [shard_sequence] expected cu_seqlens to be a torch.Tensor, got list",
+    "one dimension": "list of 2 dimensions, one for each tensor, got 0",
+    "too few": "list of 2 dimensions, one for each tensor, got 1 of them",
+}
+
+
+def test_helpers_say_what_arguments_they_take(two):
+    found = two[0]["helpers_refuse"]
+    assert found.keys() == ARGUMENTS.keys()
+    for name, text in ARGUMENTS.items():
+        assert text in found[name]
+
+
 REFUSALS = {
     "uneven": "two chunks of equal length in query_layer of each rank",
     "heads": "divisible by 2 (the ranks that exchange heads)",

@@ -107,6 +107,19 @@ def helpers(rank):
     }
 
 
+def helpers_refuse(rank):
+    """What is said of arguments that are none."""
+    x = torch.arange(8)
+    return {
+        "x": message(lambda: shard_sequence(None, world())),
+        "gathered": message(lambda: gather_sequence([x], world())),
+        "float": message(lambda: shard_sequence(x, world(), 0.0)),
+        "ends": message(lambda: shard_sequence(x, world(), cu_seqlens=[0, 8])),
+        "one dimension": message(lambda: shard_sequence([x, x], world(), 0)),
+        "too few": message(lambda: shard_sequence([x, x], world(), [0])),
+    }
+
+
 def message(run):
     """The error of a call, as a line."""
     try:
@@ -342,6 +355,7 @@ def compiled(rank):
 SCENARIOS = (
     layers,
     helpers,
+    helpers_refuse,
     refusals,
     refusals_of_later_calls,
     lengths_that_do_not_fit,

@@ -58,13 +58,14 @@ def shard_sequence(
     Raises:
         ValueError: tokens that cannot be cut into 2n chunks of equal length; a dimension that `x`
             does not have; `cu_seqlens` of other tokens, or with another dimension than 0.
-        TypeError: no process group.
+        TypeError: no process group, tensors that are none, or another type of dimension.
 
     Example:
         >>> shard_sequence(torch.arange(8), None)  # without a group all tokens are this rank's
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    if not isinstance(x, torch.Tensor):
+    if isinstance(x, list | tuple):
+        _check_dims(x, seq_dim)
         parts = zip(x, seq_dim, strict=True)
         return [shard_sequence(one, cp_group, dim, cu_seqlens=cu_seqlens) for one, dim in parts]
     rank, ranks = _place("shard_sequence", cp_group)
@@ -102,7 +103,7 @@ def gather_sequence(
 
     Raises:
         ValueError: see `shard_sequence`.
-        TypeError: no process group.
+        TypeError: see `shard_sequence`.
         RuntimeError: on all ranks, if their first calls differ in shapes, dtypes or `cu_seqlens`.
 
     Example:
@@ -171,6 +172,21 @@ def _place(op: str, cp_group: Group) -> tuple[int, int]:
     return rank, ranks
 
 
+def _check_tensor(op: str, name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"[{op}] expected {name} to be a torch.Tensor, got {type(x).__name__}")
+
+
+def _check_dims(x: Sequence[torch.Tensor], dims: Any) -> None:
+    listed = isinstance(dims, list | tuple)
+    if not listed or len(dims) != len(x):
+        got = f"{len(dims)} of them" if listed else f"{dims!r}"
+        raise ValueError(
+            f"[shard_sequence] expected seq_dim to be a list of {len(x)} dimensions, one for each"
+            f" tensor, got {got}"
+        )
+
+
 def _check_tokens(
     op: str,
     x: torch.Tensor,
@@ -180,11 +196,15 @@ def _check_tokens(
     cu_seqlens: torch.Tensor | None,
 ) -> None:
     """Raise unless `ranks` times the tokens of `x` are sequences of so many equal chunks."""
+    _check_tensor(op, "x", x)
+    if not isinstance(dim, int):
+        raise TypeError(f"[{op}] expected seq_dim to be an int, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"[{op}] expected seq_dim of {x.dim()} dimensions, got {dim}")
     tokens = x.shape[dim] * ranks
     lengths = [tokens]
     if cu_seqlens is not None:
+        _check_tensor(op, "cu_seqlens", cu_seqlens)
         if dim % x.dim() != 0:
             raise ValueError(f"[{op}] expected seq_dim=0 with cu_seqlens, got {dim}")
         if cu_seqlens.device.type == "cpu":
