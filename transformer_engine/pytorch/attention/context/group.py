@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.meeting import ranks_of
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -146,11 +147,12 @@ def refusal_of_lengths(call: Call) -> Refusal | None:
     """Refuse lengths of padded sequences that would move a causal mask.
 
     Calls of one structure may have other lengths. They are read only where queries and keys have
-    theirs in two tensors: on a GPU the host waits for them.
+    theirs in two tensors: on a GPU the host waits for them, which a capture cannot.
     """
     assert call.context is not None
     kind = call.shape.rule.type
-    if call.context.group is None or not (kind.padding and kind.causal) or _alike(call):
+    moves = call.context.group is not None and kind.padding and kind.causal
+    if not moves or is_capturing() or _alike(call):
         return None
     expected = "queries and keys of the same lengths, with padding and a causal mask"
     return Refusal(expected, "others", "use 'a2a'")

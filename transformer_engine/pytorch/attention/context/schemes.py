@@ -33,13 +33,12 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     assert context is not None
     structure = _structure(query.dtype, needs, call)
     known = (structure, None if call.casts is None else call.casts.reduction)
-    if is_capturing():
-        pass
-    elif known not in context.known:
-        _meet(context, structure, call)
-        context.known.add(known)
-        if context.comm_type == "p2p":
-            ring.reserve_memory(query, call, any(needs[:3]))
+    if known not in context.known:
+        if not is_capturing():
+            _meet(context, structure, call)
+            context.known.add(known)
+            if context.comm_type == "p2p":
+                ring.reserve_memory(query, call, any(needs[:3]))
     elif (refused := refusal_of_lengths(call)) is not None:
         raise ValueError(refused.text(context.comm_type))
     if context.heads is not None:
