@@ -72,6 +72,8 @@ running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambd
 transforms_active: Callable[[], bool] = found(
     "torch:_C._are_functorch_transforms_active", lambda: True
 )
+# Without: torch's function, which also asks whether it is compiled itself.
+is_tracing: Callable[[], bool] = found("torch:_C._is_tracing", torch.jit._trace.is_tracing)
 # Without: calls inside of transforms fail in torch's words.
 _functorch_interpreter: Callable[[], Any] = found(
     "torch:_C._functorch.peek_interpreter_stack", lambda: None
@@ -138,15 +140,31 @@ def saved_tensors_hooks_active() -> bool:
     return top_hooks(True) is not None
 
 
-def other_autodiff_active() -> bool:
-    """Whether functorch transforms this call, or forward mode differentiates it."""
-    return transforms_active() or _forward_ad._current_level >= 0
+def other_caller_active() -> bool:
+    """Whether functorch transforms this call, forward mode differentiates it, or it is traced."""
+    return transforms_active() or _forward_ad._current_level >= 0 or is_tracing()
 
 
-def refuse_other_autodiff(layer: str, inputs: Sequence[Any]) -> None:
+def refuse_tracing(layer: str) -> None:
+    """Raise NotImplementedError where TorchScript traces a call: it does not see what kernels do.
+
+    A graph would hold uninitialised memory, or the results of the traced call as constants.
+    """
+    if is_tracing():
+        where = f" (layer {layer})" if layer else ""
+        raise NotImplementedError(
+            "[forward] expected a call outside of torch.jit.trace and torch.onnx.export("
+            "dynamo=False), which cannot record transformer_engine, got one inside: use"
+            " torch.export, or torch.onnx.export(dynamo=True) within te.onnx_export(enabled=True)"
+            f"{where}"
+        )
+
+
+def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
     """Raise where functorch transforms a call, or forward mode differentiates one of its inputs.
 
-    Kernels read memory, which tensors of transforms have none of, and would drop tangents.
+    Also where the call is traced. Kernels read memory, which tensors of transforms have none of,
+    and would drop tangents.
 
     Args:
         layer: for the message.
@@ -155,6 +173,7 @@ def refuse_other_autodiff(layer: str, inputs: Sequence[Any]) -> None:
     Raises:
         NotImplementedError: see above.
     """
+    refuse_tracing(layer)
     plain = (torch.Tensor, torch.nn.Parameter)
     if _functorch_interpreter() is not None:
         what = "transforms of torch.func (grad, vjp, jvp, vmap, ...)"

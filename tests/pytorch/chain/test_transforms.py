@@ -1,7 +1,8 @@
-"""Forward-mode differentiation and transforms of torch.func: refused in words, never half done."""
+"""Forward-mode differentiation, transforms of torch.func and traces: refused, never half done."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,13 @@ from torch.autograd import forward_ad
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*(TorchScript|feature will be):DeprecationWarning"),
+]
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: te.Linear(32, 32, device="cpu", name="fc"),
@@ -24,8 +32,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 RECIPES = {"fp32": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
 
 
+def scope(recipe: str) -> Any:
+    return te.fp8_autocast(enabled=recipe != "fp32", fp8_recipe=RECIPES[recipe])
+
+
 def run(module: nn.Module, x: torch.Tensor, recipe: str) -> torch.Tensor:
-    with te.fp8_autocast(enabled=recipe != "fp32", fp8_recipe=RECIPES[recipe]):
+    with scope(recipe):
         return module(x)
 
 
@@ -87,3 +99,39 @@ def test_gradients_of_parameters_by_transforms_are_refused() -> None:
     with refused(r"transforms of torch\.func.*\(layer fc\)"):
         torch.func.grad(loss)(dict(module.named_parameters()))
     assert torch.isfinite(loss(dict(module.named_parameters())))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("before", [0, 3], ids=["first call", "later call"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_traces_are_refused(kind: str, before: int, recorded: bool, recipe: str) -> None:
+    module, x = MODULES[kind]().eval(), torch.randn(16, 2, 32)
+    with torch.set_grad_enabled(recorded):
+        for _ in range(before):
+            run(module, x, recipe)
+        with refused(r"torch\.jit\.trace"), scope(recipe):
+            torch.jit.trace(module, (x,))
+        run(module, x, recipe)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "attention": lambda x: te.DotProductAttention(2, 16)(x, x, x),
+    "rotation": lambda x: apply_rotary_pos_emb(x, torch.zeros(16, 1, 1, 16), fused=True),
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_traces_of_functions_are_refused(name: str, recorded: bool) -> None:
+    x = torch.randn(16, 2, 2, 16, requires_grad=recorded)
+    with refused(r"torch\.jit\.trace"):
+        torch.jit.trace(FUNCTIONS[name], (x,))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["onnx_export", "plain"])
+def test_export_by_torchscript_is_refused(inside: bool) -> None:
+    pytest.importorskip("onnx")
+    model = nn.Sequential(nn.Linear(32, 32), te.LayerNorm(32, device="cpu"))
+    with te.onnx_export(enabled=inside), refused(r"dynamo=False"):
+        torch.onnx.export(model, (torch.randn(8, 32),), io.BytesIO(), dynamo=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch._torch_private import other_autodiff_active
+from transformer_engine.pytorch._torch_private import other_caller_active, refuse_tracing
 from transformer_engine.pytorch.attention.backends import exported
 from transformer_engine.pytorch.attention.backends.backend import (
     NO_BACKWARD,
@@ -79,7 +79,9 @@ class CoreAttention(Part):
             from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
             return outside_of_graphs(self, query, key, value, call)
-        transformed = not compiling and other_autodiff_active()
+        transformed = not compiling and other_caller_active()
+        if transformed:
+            refuse_tracing("DotProductAttention")
         inputs = (query, key, value)
         coming = Incoming(inputs, (True,) * 3, True) if transformed else incoming(*inputs)
         needs = _needs(coming, call)

@@ -25,14 +25,15 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
         What the chain returns: one value, or a tuple.
 
     Raises:
-        NotImplementedError: functorch transforms the call, or an input has a tangent.
+        NotImplementedError: functorch transforms the call, an input has a tangent, or TorchScript
+            traces it.
     """
     if plan.operator:
         made = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
         return made[0] if len(made) == 1 else tuple(made)
     if not plan.compiling:
-        if _torch_private.other_autodiff_active():
-            _torch_private.refuse_other_autodiff(plan.chain.layer, inputs)
+        if _torch_private.other_caller_active():
+            _torch_private.refuse_other_caller(plan.chain.layer, inputs)
         if any([x is not None and x.is_neg() for x in inputs[: plan.chain.inputs]]):
             inputs = tuple([x if x is None else x.resolve_neg() for x in inputs])
     if plan.requires_grad:

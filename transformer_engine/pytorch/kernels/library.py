@@ -21,7 +21,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from transformer_engine.pytorch._torch_private import FakeTensor, constant_in_graphs, keep_calls
+from transformer_engine.pytorch._torch_private import (
+    FakeTensor,
+    constant_in_graphs,
+    is_tracing,
+    keep_calls,
+    refuse_tracing,
+)
 from transformer_engine.pytorch.kernels.schema import Argument, schema_of
 
 P = ParamSpec("P")
@@ -121,6 +127,8 @@ def library_op(
                 if len(args) + len(kwargs) < len(arguments):
                     return operator(*_completed(arguments, args, kwargs))
                 return operator(*args, **kwargs)
+            if is_tracing():
+                refuse_tracing(name)
             return body(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = name

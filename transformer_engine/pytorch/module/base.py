@@ -258,8 +258,8 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         autocast: torch.dtype | None,
         first_microbatch: bool | None,
     ) -> CallPlan:
-        if not _is_compiling() and _torch_private.other_autodiff_active():  # before state is made
-            _torch_private.refuse_other_autodiff(self.name, (x, *parameters))
+        if not _is_compiling() and _torch_private.other_caller_active():  # before state is made
+            _torch_private.refuse_other_caller(self.name, (x, *parameters))
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
