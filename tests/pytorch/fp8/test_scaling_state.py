@@ -5,9 +5,12 @@ import dataclasses
 import gc
 import io
 import math
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from ranks import FORKED
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
@@ -365,3 +368,20 @@ def test_modules_may_be_pickled_whole() -> None:
         for direction, state in module.scaling.items():
             assert torch.equal(loaded.scaling[direction].scale, state.scale)
             assert torch.equal(loaded.scaling[direction].amax_history, state.amax_history)
+
+
+def test_modules_go_to_other_processes(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    for size in (1.0, 3.0):
+        step(layer, size * torch.randn(16, 32, device=device), recipe)
+    process = FORKED.Process(target=layer.cpu().get_extra_state)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    sent = pickle.loads(ForkingPickler.dumps(layer.scaling[FORWARD]))
+    assert torch.equal(sent.amax_history, layer.scaling[FORWARD].amax_history.cpu())
+
+
+def test_state_on_meta_may_be_pickled() -> None:
+    state = pickle.loads(pickle.dumps(ScalingState(FORWARD, 3, 4, torch.device("meta"))))
+    assert state.room.is_meta and state.amax_history.shape == (4, 3)

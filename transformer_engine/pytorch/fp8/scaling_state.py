@@ -59,8 +59,11 @@ class ScalingState:
         return _state_of(self.direction, self.scale.clone(), self.amax_history.clone())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy joins a group at the next call of its module.
-        return _state_of, (self.direction, self.scale.clone(), self.amax_history.clone())
+        # Numbers: a process that starts by spawn gets tensors through files, which close with the
+        # clones. The next call of its module moves the copy to its device and lets it join a group.
+        if self.room.is_meta:
+            return ScalingState, (self.direction, len(self.scales), self.length, self.room.device)
+        return _state_from, (self.direction, self.scale.tolist(), self.amax_history.tolist())
 
     def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Replace the values: loaded ones, or for another device or history length."""
@@ -113,6 +116,13 @@ def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -
     state = ScalingState(direction, count, length, scale.device)
     state.replace(scale, amax_history)
     return state
+
+
+def _state_from(
+    direction: str, scale: list[float], amax_history: list[list[float]]
+) -> ScalingState:
+    made = [torch.tensor(values, dtype=torch.float32) for values in (scale, amax_history)]
+    return _state_of(direction, *made)
 
 
 class ScalingMembers:
