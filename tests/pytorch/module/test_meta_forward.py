@@ -74,3 +74,33 @@ def test_a_layer_that_ran_on_meta_trains_when_it_has_memory(kind: str, recipe: s
         expected = step(untouched, x.clone(), RECIPES[recipe])
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_layers_are_made_where_registration_puts_parameters_on_meta(
+    kind: str, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `accelerate.init_empty_weights` does."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            own = module._parameters[name]
+            arguments = {**vars(own), "requires_grad": own.requires_grad}
+            module._parameters[name] = type(own)(own.to("meta"), **arguments)
+
+    monkeypatch.setattr(nn.Module, "register_parameter", register_empty)
+    with te.fp8_model_init(enabled=in_fp8):
+        layer = MODULES[kind]("cpu")
+        monkeypatch.undo()
+        usual = MODULES[kind]("cpu")
+    for one, other in zip(layer.parameters(), usual.parameters(), strict=True):
+        assert one.is_meta and type(one) is type(other)
+        for name in ("sequence_parallel", "tensor_model_parallel", "partition_dim"):
+            assert getattr(one, name, None) == getattr(other, name, None)
+    layer.to_empty(device="cpu")
+    layer.load_state_dict(usual.state_dict())
+    for one, other in zip(layer.parameters(), usual.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -48,7 +48,7 @@ class _SetsOfParts:
         """See `ParameterSet`."""
         part, kind = self._own[name]
         part._parameter_set.adopt(part, kind, data, trained)
-        module.register_parameter(name, part._parameters[kind])
+        module._parameters[name] = part._parameters[kind]
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -204,10 +204,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                 yield part, kind, f"{kind}{i}"
 
     def _adopt(self) -> None:
-        """Take over the parameters of the parts."""
+        """Take over the parameters of the parts, which have registered them."""
         self._parameter_set: Any = _SetsOfParts(self._parts)
         for part, inside, here in self._names():
-            self.register_parameter(here, part._parameters[inside])
+            self._parameters[here] = part._parameters[inside]
 
     def _lend(self) -> None:
         """Give the parts the current parameters of this module, for a call.

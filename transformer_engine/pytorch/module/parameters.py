@@ -110,14 +110,13 @@ class ParameterSet:
             self._register(module, spec, _empty(spec.shape, dtype, on))
 
     def _register(self, module: nn.Module, spec: ParameterSpec, data: torch.Tensor) -> None:
-        parameter = _with_attributes(nn.Parameter(data), spec)
-        if not data.is_meta:
+        parameter = _registered(module, spec, nn.Parameter(data))
+        if not parameter.is_meta:
             self._initialise(spec, parameter)
         if self.init.enabled and spec.gemm_weight:
             label = f"{spec.name} of layer {module.name}"
             fp8_parameter = fp8_weights.make_parameter(parameter.detach(), self.init, label)
-            parameter = _with_attributes(fp8_parameter, spec)
-        module.register_parameter(spec.name, parameter)
+            module._parameters[spec.name] = _with_attributes(fp8_parameter, spec)
 
     def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         tracker = self._tracker() if spec.tracked and self._tracker is not None else None
@@ -138,7 +137,10 @@ class ParameterSet:
         """Register values as the parameter of this name, with the attributes of its spec."""
         parameter = nn.Parameter(data, trained)
         spec = self.spec(name)
-        module.register_parameter(name, _with_attributes(parameter, spec) if spec else parameter)
+        if spec is None:
+            module.register_parameter(name, parameter)
+        else:
+            _registered(module, spec, parameter)
 
     def start_as(self, inits: Mapping[str, InitMethod]) -> None:
         """Replace the initialisation of parameters, by name, from the next `reset` on."""
@@ -166,7 +168,7 @@ class ParameterSet:
         """`reset`, of a parameter that `fully_shard` has cut."""
         if parameter.is_meta:
             parameter = fp8_weights.materialised(parameter, parameter.device_mesh.device_type)
-            module.register_parameter(spec.name, _with_attributes(parameter, spec))
+            parameter = _registered(module, spec, parameter)
         piece = piece_of(parameter)
         if piece is None:
             self._initialise(spec, parameter)
@@ -212,7 +214,16 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         raise
 
 
-def _with_attributes(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
+def _registered(module: nn.Module, spec: ParameterSpec, parameter: Any) -> Any:
+    """The parameter that the module has, once this one was registered, with its attributes.
+
+    `accelerate.init_empty_weights` makes another one of it, on meta, which takes no attributes.
+    """
+    module.register_parameter(spec.name, parameter)
+    return _with_attributes(module._parameters[spec.name], spec)
+
+
+def _with_attributes(parameter: Any, spec: ParameterSpec) -> Any:
     for key, value in spec.attributes.items():
         setattr(parameter, key, value)
     return parameter
