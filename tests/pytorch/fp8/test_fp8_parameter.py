@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from fp8_kinds import KINDS, NAMES, codes, scales
+from ranks import FORKED
 from rulers import assert_bitwise
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -219,6 +220,25 @@ def test_pickled_modules_keep_fp8_weights(layer: te.Linear) -> None:
     whole = torch.load(file, weights_only=False)
     assert type(whole.weight) is type(layer.weight)
     assert_bitwise(codes(whole.weight), codes(layer.weight))
+
+
+def test_processes_share_fp8_weights(kind: type[QuantizedTensor]) -> None:
+    recipe = KINDS[kind] or Float8CurrentScaling()
+    with te.fp8_model_init(recipe=recipe):
+        layer = te.Linear(160, 48, device="cpu")
+    layer.share_memory()
+    assert all(part.is_shared() for part in layer.weight.parts if part is not None)
+    x = torch.randn(16, 160, requires_grad=True)
+    for value in (None, 1.0, 3.0):
+        if value is not None:
+            process = FORKED.Process(target=torch.nn.init.constant_, args=(layer.weight, value))
+            process.start()
+            process.join()
+            assert (layer.weight.dequantize() == value).all()
+        x.grad = None
+        with te.fp8_autocast(fp8_recipe=recipe):
+            layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 48 * 3.0))
 
 
 def test_repeated_operands_and_results(layer: te.Linear) -> None:

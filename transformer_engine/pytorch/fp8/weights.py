@@ -158,7 +158,10 @@ def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Te
     """Codes go where the function puts them; scales stay in fp32 whatever it does to dtypes."""
     if not part.is_floating_point():
         return function(part)
-    return torch.empty_like(part, device=probe.device) if part.is_meta else part.to(probe.device)
+    if part.is_meta:
+        return torch.empty_like(part, device=probe.device)
+    moved = part.to(probe.device)
+    return moved.share_memory_() if probe.is_shared() else moved
 
 
 def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:

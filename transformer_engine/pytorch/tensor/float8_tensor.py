@@ -141,9 +141,15 @@ class Float8Tensor(ShardableTensor):
 
     @property
     def known_transpose(self) -> torch.Tensor | None:
-        """The transposed codes, where they are at hand and no alias has written the codes since."""
-        current = self._transpose_version == _version(self._data)
-        return self._transpose if current else None
+        """The transposed codes, where they are at hand and no alias has written the codes since.
+
+        Other processes may have written codes that they share.
+        """
+        data = self._data
+        current = self._transpose_version == _version(data)
+        if not current or (data.is_cpu and data.untyped_storage().is_shared()):
+            return None
+        return self._transpose
 
     def transposed_codes(self) -> torch.Tensor:
         """Codes `[cols, rows]`, made once and kept until the values change."""
