@@ -97,6 +97,24 @@ def test_fp8_under_autocast(device, kind):
         assert path in counted
 
 
+class Transposed(nn.Module):
+    """A Linear whose weight is `[in, out]`, as `Conv1D` of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+
+def test_other_layers_with_a_matrix_are_noted():
+    others = (nn.Embedding(8, 32), nn.LazyConv1d(4, 3))
+    model = nn.Sequential(nn.Linear(32, 32), Transposed(), Transposed(), *others)
+    (note,) = te.convert(model).notes
+    assert note.startswith("Transposed stays (2 of them, the first is 1): it has a matrix")
+    assert te.convert(model, to="torch").notes == ()
+    (note,) = te.convert(model, exclude="1").notes
+    assert note.startswith("Transposed stays (1 of them, the first is 2)")
+
+
 def test_keys_stay_without_fusing():
     model = nn.Sequential(encoder_layer(), norm_linear())
     before = model.state_dict()

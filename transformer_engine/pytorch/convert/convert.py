@@ -17,6 +17,7 @@ from transformer_engine.pytorch.convert.convertible import (
     NormInNext,
     build_norm_linear,
     foreign_attributes,
+    holds_other_matrix,
     label,
     torch_norm_of,
     unlike_its_class,
@@ -191,6 +192,7 @@ class _Plan:
         selection: _Selection,
     ) -> None:
         self.model = model
+        self.table = table
         self.selection = selection
         self.layers: dict[int, _Layer] = {}
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -304,6 +306,8 @@ class _Plan:
         )
 
     def _notes(self, chosen: list[_Layer]) -> Iterator[str]:
+        if self.table is TO_TE:
+            yield from self._other_matrices()
         for pattern in sorted(p.pattern for p in self.selection.useless):
             yield f"the pattern {pattern!r} is found in the path of no layer"
         paths = [path for layer in chosen if layer.kind in TO_TE for path in layer.paths]
@@ -318,6 +322,18 @@ class _Plan:
                     "torch.backends.mha.set_fastpath_enabled(False) makes it call them"
                 )
                 return
+
+    def _other_matrices(self) -> Iterator[str]:
+        """Layers that no class of the table describes, such as `Conv1D` of transformers."""
+        found: dict[str, list[str]] = {}
+        for path, module in self.modules.items():
+            if holds_other_matrix(module) and self.selection.refusal(path) is None:
+                found.setdefault(type(module).__name__, []).append(path)
+        for kind, paths in found.items():
+            yield (
+                f"{kind} stays ({len(paths)} of them, the first is {paths[0] or 'the model'}): it"
+                " has a matrix as weight, but is no nn.Linear"
+            )
 
 
 def _fusible(norm: _Layer, linear: _Layer) -> bool:

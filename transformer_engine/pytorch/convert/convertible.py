@@ -59,6 +59,15 @@ def label(kind: type[nn.Module]) -> str:
     return f"{'te' if ours else 'nn'}.{kind.__name__}"
 
 
+def holds_other_matrix(module: nn.Module) -> bool:
+    """Whether a weight of rows and columns may be multiplied by, outside of all known classes."""
+    weight = module._parameters.get("weight")
+    known = isinstance(module, (*TO_TE, nn.Embedding, nn.EmbeddingBag))
+    if weight is None or known or label(type(module)).startswith("te."):
+        return False
+    return not nn.parameter.is_lazy(weight) and weight.ndim == 2
+
+
 def unlike_its_class(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Why a layer is more, or other, than its class and its parameters say."""
     if parametrize.is_parametrized(module):
