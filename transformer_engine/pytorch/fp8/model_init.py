@@ -52,6 +52,9 @@ class quantized_model_init(ContextDecorator):
     they are, as do weights with sizes that FP8 cannot take (16 does not divide them): a warning
     names each. Outside of `autocast` weights in FP8 are dequantised for every call.
 
+    Layers of torch are as without it, and so is what puts other parameters into modules afterwards,
+    as `convert` and `from_pretrained` of transformers do.
+
     Args:
         enabled: False makes modules as usual.
         recipe: `DelayedScaling`, `Float8CurrentScaling` or `Float8BlockScaling`, the only one that
