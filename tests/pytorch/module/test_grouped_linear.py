@@ -139,6 +139,8 @@ def test_refusals() -> None:
         grouped(fp8, [2, 2])
     with pytest.raises(ValueError, match="num_gemms >= 1, got 0"):
         te.GroupedLinear(0, 16, 16)
+    with pytest.raises(TypeError, match=r"^GroupedLinear\(\) got unexpected .* colour$"):
+        te.GroupedLinear(2, 32, 16, colour="red")
     with pytest.raises(TypeError, match="unexpected keyword argument parameters_split"):
         te.GroupedLinear(2, 16, 16, parameters_split=("a", "b"))
 

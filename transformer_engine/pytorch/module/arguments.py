@@ -61,7 +61,8 @@ def refuse_keywords(
     """
     parameters = inspect.signature(module).parameters.values()
     known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    raise TypeError(unexpected_keywords(module.__qualname__, unknown, [*known, *further]))
+    name = module.__name__ if isinstance(module, type) else module.__qualname__
+    raise TypeError(unexpected_keywords(name, unknown, [*known, *further]))
 
 
 def check_keywords(

@@ -134,7 +134,7 @@ class Linear(SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, in_features=in_features, out_features=out_features)
-        asked = overlap_arguments(Linear, others)
+        asked = overlap_arguments(type(self), others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
         request_overlap(self.ranks, asked, self.parallel_mode, named=True)
