@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 
 The factory takes no arguments and returns a torch.nn.Module. Where it names all layers by `name=`,
 they keep their names, else they get those of infer_and_assign_layer_names.
-Exit code: 0 valid, 1 mistakes, 2 nothing to check."""
+Exit code: 0 valid, 1 mistakes, 2 nothing to check or features missing."""
 UNNAMED = re.compile(r"Layer_\d+(\.|$)")  # what layers are called that were given no name
 NO_END = 2**63 - 1
 Target = tuple[str, str, _engine.Schedule]  # gemm, tensor; empty: of no one in particular
@@ -57,14 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
-    config, broken = _load(text, str(path), arguments.feature_dirs)
+    config, missing, broken = _load(text, str(path), arguments.feature_dirs)
     errors, unmatched = (config.errors, []) if config.errors else _try(config, layers or [])
-    warnings = [*broken, *config.warnings, *unmatched]
-    for kind, problems in (("warning", warnings), ("error", errors)):
+    warnings = [*missing, *broken, *config.warnings, *unmatched]
+    unsure = bool(missing and errors)  # they may be about what is missing
+    for kind, problems in (("warning", warnings), ("unsure" if unsure else "error", errors)):
         for problem in problems:
             print(f"{kind}: {pointed(problem, text)}", file=sys.stderr)
     if not errors:
         _print_plan(config, _engine.parse_yaml(text, str(path)) or {}, str(path), layers)
+    if unsure:
+        print(f"{path}: cannot be judged without the features that are missing", file=sys.stderr)
+        return 2
     mistakes = [*errors, *warnings] if arguments.strict else errors
     if mistakes:
         print(f"{path}: {count_of(len(mistakes), 'mistake')}", file=sys.stderr)
@@ -73,14 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _load(
     text: bytes, origin: str, directories: list[str]
-) -> tuple[_engine.LoadedConfig, list[str]]:
-    """The configuration, and what is said of features that cannot be loaded."""
+) -> tuple[_engine.LoadedConfig, list[str], list[str]]:
+    """The configuration, and what is said of built-in and of own features that are not loaded."""
     loader = FeatureLoader(directories)
     callouts = _engine.Callouts(Calls(loader.load))
     with loader.loading():
-        broken = [*import_built_in(), *engine().discover(directories, callouts)]
-    said = [f"{path} cannot be loaded: {reason}" for path, reason in broken]
-    return engine().load(text, origin), said
+        failed = (import_built_in(), engine().discover(directories, callouts))
+    missing, broken = (
+        [f"{path} cannot be loaded: {reason}" for path, reason in each] for each in failed
+    )
+    return engine().load(text, origin), missing, broken
 
 
 class _Heard(Calls):

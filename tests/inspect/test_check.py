@@ -1,5 +1,7 @@
 """`nvdlfw_inspect check`: problems, the plan, and which layers of a model are selected."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -352,3 +354,16 @@ def test_other_spellings_of_features_are_suggested_but_not_listed(
     told = capsys.readouterr().err
     assert "did you mean 'FakeQuantFp8'?" in told
     assert "FakeQuant, LogFp8TensorStats, LogTensorStats" in told
+
+
+def test_without_torch_a_file_is_not_called_wrong(folder: Path) -> None:
+    body = "enabled: True, layers: {layer_types: [fc]}, transformer_engine: {LogTensorStats: {}}"
+    file = folder / "config.yaml"
+    file.write_text(f"stats: {{{body}}}")
+    program = "import sys; sys.modules['torch'] = None; import nvdlfw_inspect.__main__ as m"
+    command = [sys.executable, "-c", f"{program}; sys.exit(m.main())", "check", str(file)]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert found.returncode == 2 and "error:" not in found.stderr
+    first, *_, last = found.stderr.splitlines()
+    assert first.startswith("warning: transformer_engine.debug.features cannot be loaded: ")
+    assert last == f"{file}: cannot be judged without the features that are missing"
