@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -158,6 +158,15 @@ def refuse_tracing(layer: str) -> None:
             " torch.export, or torch.onnx.export(dynamo=True) within te.onnx_export(enabled=True)"
             f"{where}"
         )
+
+
+def refuse_scripting(module: torch.nn.Module) -> NoReturn:
+    """What modules have as `__prepare_scriptable__`, which `torch.jit.script` calls at first."""
+    kind = type(module).__name__
+    raise NotImplementedError(
+        "[torch.jit.script] expected a model without layers of transformer_engine, which it cannot"
+        f" compile, got {kind}: use torch.compile or torch.export"
+    )
 
 
 def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:

@@ -115,6 +115,15 @@ def test_traces_are_refused(kind: str, before: int, recorded: bool, recipe: str)
         run(module, x, recipe)
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_compiling_for_torchscript_is_refused(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), MODULES[kind]())
+    with pytest.raises(
+        NotImplementedError, match=r"^\[torch.jit.script\] expected a model without"
+    ):
+        torch.jit.script(model)
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "attention": lambda x: te.DotProductAttention(2, 16)(x, x, x),
     "rotation": lambda x: apply_rotary_pos_emb(x, torch.zeros(16, 1, 1, 16), fused=True),

@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch._torch_private import constant_in_graphs, real_object
+from transformer_engine.pytorch._torch_private import (
+    constant_in_graphs,
+    real_object,
+    refuse_scripting,
+)
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
@@ -27,6 +31,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
     """
 
     name: str
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, gemms: int) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch._torch_private import refuse_scripting
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
@@ -17,6 +18,8 @@ from transformer_engine.pytorch.chain.stage import Stage
 
 class SingleStageModule(nn.Module):
     """A chain of one stage, with its plans."""
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
