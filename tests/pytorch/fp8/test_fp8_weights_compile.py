@@ -6,6 +6,7 @@ import pytest
 import torch
 from fp8_kinds import KINDS, NAMES
 from rulers import assert_bitwise
+from torch._dynamo.testing import CompileCounter
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -63,7 +64,7 @@ def test_layers_of_other_names_share_a_graph(kind: type, device: str) -> None:
     with te.fp8_model_init(recipe=KINDS[kind]):
         layers = [te.Linear(32, 32, device=device, name=f"layer{i}") for i in range(2)]
     weights = [layer.weight for layer in layers]
-    graphs = torch._dynamo.testing.CompileCounter()
+    graphs = CompileCounter()
 
     @torch.compile(fullgraph=True, backend=graphs)
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
