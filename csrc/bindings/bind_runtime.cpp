@@ -54,6 +54,7 @@ void bind_runtime(pybind11::module_& m) {
       py::arg("fp8_products"), py::arg("clusters"), py::arg("dependent_launch"),
       py::arg("shared_bytes"));
   m.def("set_library_path", &cuda::set_library_path, pybind11::arg("name"), pybind11::arg("path"));
+  m.def("relax_captures", &cuda::relax_captures);
   m.def("set_num_threads", &set_num_threads, pybind11::arg("count"));
 }
 

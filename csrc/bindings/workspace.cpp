@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "bindings/tensor_bridge.h"
-#include "cuda/runtime.h"
 #include "ops/amax.h"
 #include "ops/column_sum.h"
 #include "ops/moments.h"
@@ -27,8 +26,8 @@ struct Buffer {
 
 // Guarded by Python's lock, as every binding is; never destroyed, because Python ends first.
 struct Table {
-  py::object lasting;  // (bytes, CUDA device index) -> uint8 tensor outside every memory pool
-  py::object empty;    // (bytes, CUDA device index) -> uint8 tensor of the pool of this thread
+  py::object zeros;  // (bytes, CUDA device index) -> uint8 tensor of no memory pool, zero by now
+  py::object empty;  // (bytes, CUDA device index) -> uint8 tensor of the pool of this thread
   std::map<std::tuple<Purpose, int32_t, void*>, Buffer> buffers;
   std::vector<Buffer> outgrown;
 };
@@ -41,11 +40,9 @@ Table& table() {
 Buffer& grown(Purpose purpose, Device device, Stream stream, int64_t bytes) {
   Buffer& found = table().buffers[{purpose, device.index, stream.handle}];
   if (!found.view || found.view.bytes() < bytes) {
-    py::object tensor = table().lasting(bytes, device.index);
-    const auto view = py::cast<TensorView>(tensor);
-    cuda::zero_at_once(view);
+    py::object tensor = table().zeros(bytes, device.index);
     if (found.view) table().outgrown.push_back(found);
-    found.view = view;
+    found.view = py::cast<TensorView>(tensor);
     found.tensor = std::move(tensor);
   }
   return found;
@@ -115,11 +112,11 @@ TensorView amax_scratch(Device device, Stream stream, size_t number) {
 void bind_workspace(py::module_& m) {
   m.def(
       "set_workspace_allocators",
-      [](const py::object& lasting, const py::object& empty) {
-        table().lasting = lasting;
+      [](const py::object& zeros, const py::object& empty) {
+        table().zeros = zeros;
         table().empty = empty;
       },
-      py::arg("lasting"), py::arg("empty"));
+      py::arg("zeros"), py::arg("empty"));
 }
 
 }  // namespace te::bindings

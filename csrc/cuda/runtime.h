@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "core/tensor_view.h"
 #include "cuda/policy/device_limits.h"
 
 namespace te::cuda {
@@ -22,8 +21,7 @@ void set_device_switches(const DeviceSwitches& on);
 // TE_<NAME>_PATH. Later calls change nothing for a library that is open.
 void set_library_path(std::string name, std::string path);
 
-// Waits for the work of the default stream, whose memory `t` may have been, and zeroes `t`. Is no
-// part of a CUDA graph, also where the current stream is captured.
-void zero_at_once(const TensorView& t);
+// From now on this thread may allocate and wait while another one captures a graph.
+void relax_captures();
 
 }  // namespace te::cuda

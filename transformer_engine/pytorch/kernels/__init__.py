@@ -15,15 +15,21 @@ for _library in ("CUBLASLT", "CUDNN", "NCCL"):
 _C.set_device_switches(*_env.device_variables())
 
 
-def _allocate_lasting(size: int, device: int) -> torch.Tensor:
-    """Memory of a workspace, which the core never returns.
+def _allocate_zeros(size: int, device: int) -> torch.Tensor:
+    """Zeros that the core keeps for good, in no order with what the current stream does.
 
-    It must not come from a pool that owns what its user allocates, as a capture's or that of
+    They must not come from a pool that owns what its user allocates, as a capture's or that of
     `torch.compile(mode="reduce-overhead")` does: such a pool serves the thread, or the stream, that
     runs. Another thread gets memory of the default stream.
     """
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(_allocate_scratch, size, device).result()
+
+    def make() -> torch.Tensor:
+        made = torch.zeros(size, dtype=torch.uint8, device=torch.device("cuda", device))
+        torch.cuda.default_stream(device).synchronize()
+        return made
+
+    with ThreadPoolExecutor(1, initializer=_C.relax_captures) as other:
+        return other.submit(make).result()
 
 
 def _allocate_scratch(size: int, device: int) -> torch.Tensor:
@@ -31,4 +37,4 @@ def _allocate_scratch(size: int, device: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
-_C.set_workspace_allocators(_allocate_lasting, _allocate_scratch)
+_C.set_workspace_allocators(_allocate_zeros, _allocate_scratch)
