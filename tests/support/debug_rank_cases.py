@@ -327,6 +327,8 @@ def a_rank_that_never_steps(rank: int, folder: Path) -> str:
 
 def a_session_of_one_rank(rank: int, folder: Path) -> list[str]:
     """The first rank waits in vain for the second, which has no session; then both have one."""
+    if dist.get_backend() == "nccl":  # whose first collective takes longer than a group may wait
+        return []
     group = short_group()
 
     def run() -> None:
