@@ -161,7 +161,7 @@ PADDING = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
         ),
         (
             TypeError,
-            "alibi_slopes to be a torch.Tensor .*, got list",
+            "alibi_slopes to be a torch.Tensor, got list",
             {"core_attention_bias_type": "alibi", "alibi_slopes": [0.5] * 4},
         ),
         (

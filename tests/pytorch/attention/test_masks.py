@@ -115,7 +115,7 @@ def test_padding_masks_are_checked():
         padding_from_masks(good.float(), 2, 4, 4)
     with pytest.raises(ValueError, match="one or two attention masks, got 3"):
         padding_from_masks((good, good, good), 2, 4, 4)
-    with pytest.raises(TypeError, match="expected attention_mask to be a tensor"):
+    with pytest.raises(TypeError, match=r"attention_mask to be a torch\.Tensor, got str"):
         padding_from_masks("padding", 2, 4, 4)
 
 

@@ -96,7 +96,7 @@ FORWARDS = {
     "cu_seqlens as a list": (
         lambda: packed([0, 4, 8]),
         TypeError,
-        "[attention] expected cu_seqlens_q to be a torch.Tensor of torch.int32, got list"
+        "[attention] expected cu_seqlens_q to be a torch.Tensor, got list"
         " (layer decoder.attention)",
     ),
     "cu_seqlens behind the tokens": (

@@ -103,7 +103,7 @@ def test_targets_that_are_no_classes_on_a_gpu():
         (ValueError, r"targets below 50 or -1, got -100", {"ignore_idx": -1}),
         (ValueError, r"target \[\.\.\.\], got \(3, 7, 50\) and \(7,\)", {"target": torch.ones(7)}),
         (TypeError, "target of int64 or int32, got torch.float32", {"target": torch.ones(3, 7)}),
-        (TypeError, "target to be a tensor, got list", {"target": [1]}),
+        (TypeError, "target to be a torch.Tensor, got list", {"target": [1]}),
         (TypeError, "inp of float32, .* got torch.float64", {"inp": torch.ones(3, 7, 50).double()}),
         (ValueError, "0 <= label_smoothing <= 1, got 2", {"label_smoothing": 2}),
         (TypeError, "dist_process_group to be a process group", {"dist_process_group": "tp"}),

@@ -285,8 +285,8 @@ def test_targets_that_are_no_classes_on_a_gpu():
         (ValueError, "reduction in .*, got 'max'", {"reduction": "max"}),
         (ValueError, "chunk_tokens above 0, got 0", {"chunk_tokens": 0}),
         (TypeError, "chunk_tokens to be an int, got float", {"chunk_tokens": 1.5}),
-        (TypeError, "target to be a tensor, got list", {"target": [1, 2]}),
-        (TypeError, "bias to be a tensor, got int", {"bias": 1}),
+        (TypeError, "target to be a torch.Tensor, got list", {"target": [1, 2]}),
+        (TypeError, "bias to be a torch.Tensor, got int", {"bias": 1}),
         (TypeError, "dist_process_group to be a process group", {"dist_process_group": "tp"}),
     ],
 )

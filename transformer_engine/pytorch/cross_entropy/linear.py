@@ -25,12 +25,12 @@ from transformer_engine.pytorch.cross_entropy.logits_in_chunks import (
 from transformer_engine.pytorch.cross_entropy.parallel import (
     Rules,
     check_target,
-    check_tensors,
     counted,
     group_of_several,
 )
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.cast import cast
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.tensor import QuantizedTensor
 

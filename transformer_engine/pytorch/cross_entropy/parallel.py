@@ -18,6 +18,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
     IGNORED,
     cross_entropy_forward,
 )
+from transformer_engine.pytorch.module.inputs import check_tensors, refuse_dtype
 from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.groups import check_group
 
@@ -61,7 +62,7 @@ def parallel_cross_entropy(
     check_group(op, "dist_process_group", dist_process_group)
     check_tensors(op, inp=inp, target=target)
     if inp.dtype not in HIGH_PRECISION:
-        raise TypeError(f"[{op}] expected inp of float32, float16 or bfloat16, got {inp.dtype}")
+        refuse_dtype(op, "inp", inp.dtype, None)
     if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:
         raise ValueError(
             f"[{op}] expected inp [..., classes] and target [...], got "
@@ -103,13 +104,6 @@ def group_of_several(group: Any) -> Any:
 def counted(target: torch.Tensor, ignored: int) -> torch.Tensor:
     """How many tokens a mean is over, one at least."""
     return (target != ignored).sum().clamp(min=1)
-
-
-def check_tensors(op: str, **tensors: Any) -> None:
-    """TypeError for what is no tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"[{op}] expected {name} to be a tensor, got {type(tensor).__name__}")
 
 
 def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from transformer_engine.pytorch.chain.stages.matmul import TOKEN_ALIGNMENT
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_dense
+from transformer_engine.pytorch.module.inputs import check_tensors
 
 
 class _Padding(nn.Module):
@@ -38,7 +38,7 @@ class _Padding(nn.Module):
         return [-(-rows // self.align_size) * self.align_size for rows in m_splits]
 
     def _check(self, inp: torch.Tensor, m_splits: Sequence[int], rows: int) -> None:
-        check_dense(type(self).__name__, "inp", inp)
+        check_tensors(type(self).__name__, inp=inp)
         if len(m_splits) != self.num_gemms or inp.ndim != 2 or inp.shape[0] != rows:
             raise ValueError(
                 f"[{type(self).__name__}] expected inp of {rows} rows for {self.num_gemms} parts, "

@@ -30,10 +30,12 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
 
 
-def check_dense(module: str, parameter: str, x: object, layer: str | None = None) -> None:
-    """Raise TypeError unless this is a dense tensor."""
-    if not isinstance(x, _Tensor) or x.layout is not _strided:
-        refuse_input(module, parameter, x, layer)
+def refuse_dtype(module: str, parameter: str, dtype: torch.dtype, layer: str | None) -> NoReturn:
+    """Raise TypeError for an input that is not in high precision."""
+    where = f" (layer {layer})" if layer else ""
+    raise TypeError(
+        f"[{module}] expected {parameter} of float32, float16 or bfloat16, got {dtype}{where}"
+    )
 
 
 def can_read(x: torch.Tensor) -> bool:
@@ -43,11 +45,11 @@ def can_read(x: torch.Tensor) -> bool:
     return not _is_compiling()
 
 
-def check_tensors(op: str, **values: object) -> None:
-    """Raise TypeError unless every argument of a function is a tensor."""
-    for name, value in values.items():
-        if not isinstance(value, _Tensor):
-            refuse_input(op, name, value, None)
+def check_tensors(op: str, layer: str | None = None, /, **values: object) -> None:
+    """Raise TypeError unless every one of these arguments is a dense tensor."""
+    for name, x in values.items():
+        if not isinstance(x, _Tensor) or x.layout is not _strided:
+            refuse_input(op, name, x, layer)
 
 
 def check_hidden(
@@ -63,10 +65,7 @@ def check_hidden(
             f" {features}), got {tuple(shape)}"
         )
     if x.dtype not in HIGH_PRECISION:
-        raise TypeError(
-            f"[{type(module).__name__}] expected {parameter} of float32, float16 or bfloat16, got"
-            f" {x.dtype}"
-        )
+        refuse_dtype(type(module).__name__, parameter, x.dtype, None)
 
 
 def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
@@ -76,8 +75,8 @@ def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
     shape = x.shape
     if not shape or shape[-1] != features:
         raise ValueError(
-            f"[{type(module).__name__}] GEMM not possible: expected inp of shape "
-            f"(..., {features}), got {tuple(shape)} (layer {module.name})"
+            f"[{type(module).__name__}] expected inp of shape (..., {features}), got"
+            f" {tuple(shape)} (layer {module.name})"
         )
 
 
@@ -94,10 +93,7 @@ def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> 
 def checked_dtype(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
     """The input's dtype; raise unless GEMMs take it and every parameter has it."""
     if x.dtype not in HIGH_PRECISION:
-        raise TypeError(
-            f"[{type(module).__name__}] expected inp of float32, float16 or bfloat16, got "
-            f"{x.dtype} (layer {module.name})"
-        )
+        refuse_dtype(type(module).__name__, "inp", x.dtype, module.name)  # type: ignore[arg-type]
     for parameter in parameters:
         if parameter is not None and parameter.dtype != x.dtype:
             raise TypeError(

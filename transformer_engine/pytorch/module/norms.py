@@ -16,7 +16,7 @@ from transformer_engine.pytorch.module.arguments import (
     check_sizes,
     refuse_keywords,
 )
-from transformer_engine.pytorch.module.inputs import check_device, refuse_input
+from transformer_engine.pytorch.module.inputs import check_device, check_features, refuse_dtype
 from transformer_engine.pytorch.module.names import check_name
 from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
@@ -113,19 +113,9 @@ class NormModule(OptionalExtraState, SingleStageModule):
             ValueError: another last size; an input on another device.
             TypeError: no tensor, or another dtype.
         """
-        if not isinstance(inp, torch.Tensor) or inp.layout is not torch.strided:
-            refuse_input(self.kind, "inp", inp, self.name)
-        shape = inp.shape
-        if not shape or shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"[{self.kind}] expected inp of shape (..., {self.hidden_size}), got "
-                f"{tuple(shape)} (layer {self.name})"
-            )
+        check_features(self, inp, self.hidden_size)
         if inp.dtype not in HIGH_PRECISION:
-            raise TypeError(
-                f"[{self.kind}] expected inp of float32, float16 or bfloat16, got {inp.dtype} "
-                f"(layer {self.name})"
-            )
+            refuse_dtype(self.kind, "inp", inp.dtype, self.name)
         return self.run(inp)
 
     def dtype_and_parameters(

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.kernels.activation import (
     is_gated,
 )
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_dense
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
@@ -56,7 +56,7 @@ class _Activation(SingleStageModule, FusibleOperation):
 def _checked(op: FusibleOperation, x: torch.Tensor, gated: bool) -> torch.Tensor:
     """The input, in the dtype of `torch.autocast` where that is on."""
     kind = type(op).__name__
-    check_dense(kind, "x", x)
+    check_tensors(kind, x=x)
     if x.ndim == 0 or (gated and x.shape[-1] % 2):
         raise ValueError(f"[{kind}] expected x of shape (..., even), got {tuple(x.shape)}")
     return in_autocast_dtype(x)
@@ -249,7 +249,7 @@ class ScaledSwiGLU(SwiGLU):
             ValueError: shapes that do not fit.
             TypeError: no dense tensors.
         """
-        check_dense("ScaledSwiGLU", "scales", scales)
+        check_tensors("ScaledSwiGLU", scales=scales)
         if isinstance(x, torch.Tensor) and scales.shape != x.shape[:-1]:
             raise ValueError(
                 f"[ScaledSwiGLU] expected scales of shape {tuple(x.shape[:-1])}, one for each row, "

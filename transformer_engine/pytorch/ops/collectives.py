@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.module.inputs import check_dense
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.parallel.collectives import (
     Pending,
@@ -43,7 +43,7 @@ class _Collective(FusibleOperation):
 
     def _group(self, x: torch.Tensor) -> tuple[Any, int]:
         """The group and its size, once the input was checked."""
-        check_dense(type(self).__name__, "x", x)
+        check_tensors(type(self).__name__, x=x)
         if x.ndim == 0:
             raise ValueError(f"[{type(self).__name__}] expected x of shape (rows, ...), got ()")
         group = self.process_group

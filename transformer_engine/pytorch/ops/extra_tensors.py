@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import check_dense, refuse_input
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
@@ -37,10 +37,9 @@ class MakeExtraOutput(FusibleOperation):
             x: of any shape and dtype.
 
         Raises:
-            TypeError: no tensor.
+            TypeError: no dense tensor.
         """
-        if not isinstance(x, torch.Tensor):
-            refuse_input("MakeExtraOutput", "x", x, None)
+        check_tensors("MakeExtraOutput", x=x)
         return x, x
 
 
@@ -76,8 +75,7 @@ class AddExtraInput(FusibleOperation):
                 autograd needs as it is.
             TypeError: no dense tensors.
         """
-        for name, tensor in (("x", x), ("extra", extra)):
-            check_dense("AddExtraInput", name, tensor)
+        check_tensors("AddExtraInput", x=x, extra=extra)
         if x.shape != extra.shape:
             raise ValueError(
                 f"[AddExtraInput] expected extra of shape {tuple(x.shape)}, as x, got "

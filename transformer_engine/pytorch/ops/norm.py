@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_numbers
-from transformer_engine.pytorch.module.inputs import check_dense
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.l2norm import L2Normalization as _L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm as _LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm as _RMSNorm
@@ -60,7 +60,7 @@ class L2Normalization(FusibleOperation):
             ValueError: no axis to normalise over, or an empty one.
             TypeError: no dense tensor.
         """
-        check_dense("L2Normalization", "x", x)
+        check_tensors("L2Normalization", x=x)
         if x.ndim == 0 or x.shape[-1] == 0:
             raise ValueError(
                 f"[L2Normalization] expected x of shape (..., n), n > 0, got {tuple(x.shape)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_numbers
-from transformer_engine.pytorch.module.inputs import check_dense
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
@@ -61,7 +61,7 @@ class Reshape(FusibleOperation):
             ValueError: another number of elements.
             TypeError: no dense tensor.
         """
-        _check_tensor(self, x)
+        check_tensors(type(self).__name__, x=x)
         try:
             return x.reshape(self.shape)
         except RuntimeError as error:
@@ -102,7 +102,7 @@ class ConstantScale(FusibleOperation):
         Raises:
             TypeError: no dense tensor.
         """
-        _check_tensor(self, x)
+        check_tensors(type(self).__name__, x=x)
         return x * self.scale
 
     def extra_repr(self) -> str:
@@ -140,13 +140,9 @@ class Dropout(FusibleOperation):
         Raises:
             TypeError: no dense tensor.
         """
-        _check_tensor(self, x)
+        check_tensors(type(self).__name__, x=x)
         return torch.nn.functional.dropout(x, self.p, self.training)
 
     def extra_repr(self) -> str:
         """The probability."""
         return f"p={self.p}"
-
-
-def _check_tensor(op: FusibleOperation, x: torch.Tensor) -> None:
-    check_dense(type(op).__name__, "x", x)

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.module.inputs import check_dense
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.recompute.module_calls import made_in_region
@@ -71,7 +71,7 @@ class Quantize(ScaledModule, FusibleOperation):
             TypeError: no dense tensor.
             ValueError: no axis.
         """
-        check_dense("Quantize", "x", x, self.name)
+        check_tensors("Quantize", self.name, x=x)
         if x.ndim == 0:
             raise ValueError(f"[Quantize] expected x of shape (..., n), got () (layer {self.name})")
         if not torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import refuse, refuse_training
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.inputs import check_tensors, refuse_dtype
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
         and isinstance(value, _Tensor)
         and query.layout is key.layout is value.layout is _dense
     ):
-        _refuse_inputs(query_layer=query, key_layer=key, value_layer=value)
+        check_tensors("DotProductAttention", query_layer=query, key_layer=key, value_layer=value)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
             "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
@@ -96,17 +96,8 @@ def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     if dtype is not None:
         return query.to(dtype), key.to(dtype), value.to(dtype)
     if query.dtype not in HIGH_PRECISION:
-        raise TypeError(
-            "[DotProductAttention] expected query_layer of float32, float16 or bfloat16,"
-            f" got {query.dtype}"
-        )
+        refuse_dtype("DotProductAttention", "query_layer", query.dtype, None)
     return query, key, value
-
-
-def _refuse_inputs(**inputs: Any) -> None:
-    for name, x in inputs.items():
-        if not isinstance(x, _Tensor) or x.layout is not _dense:
-            refuse_input("DotProductAttention", name, x, None)
 
 
 def arguments_of(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import once_differentiable
-from transformer_engine.pytorch.module.inputs import LEADING, can_read
+from transformer_engine.pytorch.module.inputs import LEADING, can_read, check_tensors
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -242,11 +242,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
     """Check that `cu_seqlens` is an int32 vector."""
     if cu_seqlens is None:
         raise ValueError(f"[attention] expected {parameter} for qkv_format 'thd', got None")
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(
-            f"[attention] expected {parameter} to be a torch.Tensor of torch.int32, got "
-            f"{type(cu_seqlens).__name__}"
-        )
+    check_tensors("attention", **{parameter: cu_seqlens})
     if cu_seqlens.dtype is not torch.int32:
         raise TypeError(f"[attention] expected {parameter} of torch.int32, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch.module.inputs import check_tensors
+
 
 def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """Slope of each head, fp32 `[1, heads, 1, 1]`.
@@ -20,11 +22,7 @@ def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 def check_slopes(slopes: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     """Bring slopes `[heads]` or `[batch, heads]`, fp32, to `[1 or batch, heads, 1, 1]`."""
-    if not isinstance(slopes, torch.Tensor):
-        raise TypeError(
-            "[attention] expected alibi_slopes to be a torch.Tensor of torch.float32, got"
-            f" {type(slopes).__name__}"
-        )
+    check_tensors("attention", alibi_slopes=slopes)
     if slopes.dtype is not torch.float32:
         raise TypeError(f"[attention] expected alibi_slopes of torch.float32, got {slopes.dtype}")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):

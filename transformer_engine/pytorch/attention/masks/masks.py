@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.fp8.exporting import exporting
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.notices import warn
 
 Window = tuple[int, int]
@@ -296,7 +297,7 @@ def _beyond(lengths: torch.Tensor, size: int) -> torch.Tensor:
     return torch.arange(size, device=lengths.device) >= lengths[:, None, None, None]
 
 
-def check_arbitrary(mask: object, shape: tuple[int, int, int, int]) -> torch.Tensor:
+def check_arbitrary(mask: Any, shape: tuple[int, int, int, int]) -> torch.Tensor:
     """Check that a mask of the type `arbitrary` broadcasts to `[batch, heads, queries, keys]`."""
     mask = check_mask_dtype(mask, "attention_mask")
     sizes = tuple(mask.shape)
@@ -311,10 +312,9 @@ def check_arbitrary(mask: object, shape: tuple[int, int, int, int]) -> torch.Ten
     return mask
 
 
-def check_mask_dtype(mask: object, parameter: str) -> torch.Tensor:
+def check_mask_dtype(mask: torch.Tensor, parameter: str) -> torch.Tensor:
     """A mask is a bool tensor: True = hidden."""
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"[attention] expected {parameter} to be a tensor, got {type(mask)}")
+    check_tensors("attention", **{parameter: mask})
     if mask.dtype is not torch.bool:
         raise TypeError(
             f"[attention] expected {parameter} of dtype torch.bool (True = hidden), got"

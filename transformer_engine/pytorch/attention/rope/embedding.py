@@ -8,7 +8,7 @@ The pairs are (i, i + size / 2), or with `interleaved` (2 i, 2 i + 1).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, S
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import can_read
+from transformer_engine.pytorch.module.inputs import can_read, check_tensors
 from transformer_engine.pytorch.module.parameters import default_device
 
 
@@ -151,8 +151,7 @@ def apply_rotary_pos_emb(
         TypeError: `t` or `freqs` is no tensor; `freqs` is not of floating point.
     """
     check_rank(cp_size, cp_rank)
-    if not isinstance(t, torch.Tensor):
-        _refuse_type("t", t)
+    check_tensors("apply_rotary_pos_emb", t=t)
     check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
     if start_positions is not None:
         _check_starts(start_positions)
@@ -271,12 +270,6 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def _refuse_type(name: str, value: object) -> NoReturn:
-    raise TypeError(
-        f"[apply_rotary_pos_emb] expected {name} to be a torch.Tensor, got {type(value).__name__}"
-    )
-
-
 def check_freqs(
     sizes: Sequence[int],
     freqs: torch.Tensor,
@@ -285,8 +278,7 @@ def check_freqs(
     ranks: int = 1,
 ) -> None:
     """Raise unless angles fit a tensor of these sizes; see `apply_rotary_pos_emb`."""
-    if not isinstance(freqs, torch.Tensor):
-        _refuse_type("freqs", freqs)
+    check_tensors("apply_rotary_pos_emb", freqs=freqs)
     if not freqs.dtype.is_floating_point:
         raise TypeError(
             "[apply_rotary_pos_emb] expected freqs to be angles of floating point, got"
