@@ -170,8 +170,11 @@ def test_helpers_cut_and_join_sequences(two):
         assert found["packed"].tolist() == tokens + long
         assert found["back"].tolist() == list(range(24))
         assert found["pair"][0][0].tolist() == tokens and found["pair"][1][:, 0].tolist() == tokens
-        assert "divisible by 4 (twice the context parallel ranks), got [6]" in found["uneven"]
-        assert "got [14] tokens" in found["uneven packed"]
+        assert (
+            "divisible by 4 (twice the context parallel ranks), got sequences of [6] tokens"
+            in found["uneven"]
+        )
+        assert "got sequences of [14] tokens" in found["uneven packed"]
 
 
 ARGUMENTS = {

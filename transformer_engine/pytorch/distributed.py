@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from transformer_engine.pytorch.attention.context.sequences import gather_sequence, shard_sequence
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recompute_regions import recompute_context
 from transformer_engine.pytorch.parallel.collectives import (
@@ -18,7 +19,6 @@ from transformer_engine.pytorch.parallel.collectives import (
     all_reduce,
     reduce_scatter,
 )
-from transformer_engine.pytorch.parallel.sequences import gather_sequence, shard_sequence
 from transformer_engine.pytorch.parallelize.checkpoints import get_state_dict, set_state_dict
 from transformer_engine.pytorch.parallelize.clip import clip_grad_norm_
 from transformer_engine.pytorch.parallelize.parameters import gather_parameter, shard_parameter

@@ -171,7 +171,7 @@ PADDING = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
         ),
         (
             ValueError,
-            r"cu_seqlens_q of sequences of 0 to 5 tokens, got the lengths \[5, 7\]",
+            r"cu_seqlens_q of sequences of at most 5 tokens, got the lengths \[5, 7\]",
             {
                 "attn_mask_type": "padding",
                 "cu_seqlens_q": torch.tensor([0, 5, 12], dtype=torch.int32),

@@ -247,7 +247,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"two chunks of equal length .* got 1 tokens"):
         apply_rotary_pos_emb(t[:1], angles, cp_size=2)
     ends = torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"divisible by 4 .* got \[6\]"):
+    with pytest.raises(ValueError, match=r"divisible by 4 .* got sequences of \[6\]"):
         apply_rotary_pos_emb(t[:3, 0], angles_of("cpu", 8, 6), "thd", cu_seqlens=ends, cp_size=2)
     with pytest.raises(ValueError, match="an even number of elements"):
         RotaryPositionEmbedding(7)

@@ -45,6 +45,11 @@ def can_read(x: torch.Tensor) -> bool:
     return not _is_compiling()
 
 
+def known_lengths(cu_seqlens: torch.Tensor) -> list[int]:
+    """The lengths of sequences; none where the host does not know them."""
+    return cu_seqlens.diff().tolist() if can_read(cu_seqlens) else []
+
+
 def check_tensors(op: str, layer: str | None = None, /, **values: object) -> None:
     """Raise TypeError unless every one of these arguments is a dense tensor."""
     for name, x in values.items():

@@ -6,7 +6,21 @@ rank r has the chunks r and `2 * ranks - 1 - r`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+
+def check_chunks(
+    op: str, what: str, lengths: Sequence[int], ranks: int, advice: str = "pad them"
+) -> None:
+    """Raise ValueError unless each of these sequences can be cut into `2 * ranks` chunks."""
+    uneven = [length for length in lengths if length % (2 * ranks)]
+    if uneven:
+        raise ValueError(
+            f"[{op}] expected {what} with lengths divisible by {2 * ranks} (twice the context"
+            f" parallel ranks), got sequences of {uneven[:4]} tokens; {advice}"
+        )
 
 
 def to_sequence_order(

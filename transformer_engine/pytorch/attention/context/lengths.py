@@ -14,6 +14,8 @@ import torch
 from transformer_engine.pytorch.attention.context.score_blocks import Chunks, Range
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Sequences
+from transformer_engine.pytorch.module.inputs import known_lengths
+from transformer_engine.pytorch.parallel.order import check_chunks
 
 UNIT = 2  # at least 2: a causal band over one token is the same as no band
 
@@ -111,21 +113,7 @@ def _longest(
 def check_packed(sequences: Sequences, parameter: str, ranks: int, tokens: int) -> None:
     """Raise ValueError or TypeError unless sequences of thd, with all their tokens, have chunks."""
     cu_seqlens, starts = sequences.checked(parameter)
-    if starts is None:
-        _check_chunks(cu_seqlens, ranks, parameter)
-    else:
-        _check_chunks(starts, ranks, f"{parameter}_padded")
+    name, whole = (parameter, cu_seqlens) if starts is None else (f"{parameter}_padded", starts)
+    advice = "pad them and give cu_seqlens_q_padded and cu_seqlens_kv_padded"
+    check_chunks("attention", name, known_lengths(whole), ranks, advice)
     formats.check_ends(tokens, cu_seqlens, starts, sequences.longest, parameter)
-
-
-def _check_chunks(starts: torch.Tensor, ranks: int, parameter: str) -> None:
-    """Raise ValueError if a sequence of thd has no equal chunks. Only CPU tensors are checked."""
-    if starts.device.type != "cpu":
-        return
-    uneven = [length for length in starts.diff().tolist() if length % (2 * ranks)]
-    if uneven:
-        raise ValueError(
-            f"[attention] expected {parameter} with lengths divisible by {2 * ranks} (twice the"
-            f" context parallel ranks), got sequences of {uneven[:4]} tokens; pad them and give"
-            " cu_seqlens_q_padded and cu_seqlens_kv_padded"
-        )

@@ -12,13 +12,12 @@ are. Backends see thd as padded sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine.pytorch._torch_private import once_differentiable
-from transformer_engine.pytorch.module.inputs import LEADING, can_read, check_tensors
+from transformer_engine.pytorch.module.inputs import LEADING, can_read, check_tensors, known_lengths
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -267,6 +266,19 @@ def name_of_longest(parameter: str) -> str:
     return parameter.replace("cu_seqlens", "max_seqlen")
 
 
+def check_rise(
+    op: str, parameter: str, cu_seqlens: torch.Tensor, tokens: int | None = None
+) -> None:
+    """Check that sequences begin at 0, and end within the tokens; of CPU tensors alone."""
+    if not can_read(cu_seqlens):
+        return
+    ends = cu_seqlens.tolist()
+    ordered = ends[:1] == [0] and ends == sorted(ends)
+    if not ordered or (tokens is not None and ends[-1] > tokens):
+        limit = "" if tokens is None else f" to at most {tokens} (the tokens)"
+        raise ValueError(f"[{op}] expected {parameter} to rise from 0{limit}, got {_short(ends)}")
+
+
 def check_ends(
     tokens: int,
     cu_seqlens: torch.Tensor,
@@ -278,16 +290,8 @@ def check_ends(
 
     Only CPU tensors are checked: for others the host would wait for the device.
     """
-    if not can_read(cu_seqlens):
-        return
-    ends = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in pairwise(ends)]
-    last = ends[-1] if cu_seqlens_padded is None else 0  # with room between, starts say where
-    if ends[0] != 0 or last > tokens or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"[attention] expected {parameter} to rise from 0 to at most {tokens} (the tokens), got"
-            f" {_short(ends)}"
-        )
+    check_rise("attention", parameter, cu_seqlens, tokens)
+    lengths = known_lengths(cu_seqlens)
     if longest is not None and max(lengths, default=0) > longest:
         raise ValueError(
             f"[attention] expected {name_of_longest(parameter)} of at least {max(lengths)}, the"
@@ -306,15 +310,11 @@ def check_ends(
 
 def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> None:
     """Check that lengths begin at 0 and fit into a padded sequence, of CPU tensors alone."""
-    if not can_read(cu_seqlens):
-        return
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0:
-        raise ValueError(f"[attention] expected {parameter} to rise from 0, got {_short(ends)}")
-    lengths = [end - begin for begin, end in pairwise(ends)]
-    if min(lengths, default=0) < 0 or max(lengths, default=0) > sequence:
+    check_rise("attention", parameter, cu_seqlens)
+    lengths = known_lengths(cu_seqlens)
+    if max(lengths, default=0) > sequence:
         raise ValueError(
-            f"[attention] expected {parameter} of sequences of 0 to {sequence} tokens, got the"
+            f"[attention] expected {parameter} of sequences of at most {sequence} tokens, got the"
             f" lengths {_short(lengths)}"
         )
 

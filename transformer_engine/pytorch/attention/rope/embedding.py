@@ -25,7 +25,7 @@ from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, S
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import can_read, check_tensors
+from transformer_engine.pytorch.module.inputs import can_read, check_tensors, known_lengths
 from transformer_engine.pytorch.module.parameters import default_device
 
 
@@ -321,9 +321,7 @@ def check_freqs(
 
 def check_positions(freqs: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
     """Raise ValueError if a packed sequence is longer than `freqs`. Only CPU tensors are read."""
-    if cu_seqlens is None or cu_seqlens.numel() < 2 or not can_read(cu_seqlens):
-        return
-    longest = int(cu_seqlens.diff().max())
+    longest = 0 if cu_seqlens is None else max(known_lengths(cu_seqlens), default=0)
     if longest > freqs.shape[0]:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected freqs for at least {longest} positions, the longest"

@@ -6,6 +6,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from transformer_engine.pytorch.module.inputs import known_lengths
+from transformer_engine.pytorch.parallel.order import check_chunks
+
 
 def check_rank(cp_size: int, cp_rank: int) -> None:
     """Raise ValueError unless `0 <= cp_rank < cp_size`."""
@@ -44,8 +47,7 @@ def sequences_of_rank(
         int32 `[2 * batch + 1]` and `[2 * batch]`.
     """
     lengths = cu_seqlens.diff()
-    if cu_seqlens.device.type == "cpu" and bool((lengths % (2 * cp_size)).any()):
-        _refuse(f"cu_seqlens of lengths divisible by {2 * cp_size}", f"{lengths.tolist()[:9]}")
+    check_chunks("apply_rotary_pos_emb", "cu_seqlens", known_lengths(cu_seqlens), cp_size)
     unit = lengths // (2 * cp_size)
     begins = torch.stack((cu_seqlens[:-1] // cp_size, cu_seqlens[:-1] // cp_size + unit), 1)
     ends = torch.cat((begins.flatten(), cu_seqlens[-1:] // cp_size))

@@ -8,10 +8,13 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.attention.core.formats import check_rise
+from transformer_engine.pytorch.module.inputs import check_tensors, known_lengths
 from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.exchange import all_gather_stack, reduce_scatter_stack
 from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.parallel.order import (
+    check_chunks,
     to_rank_order,
     to_sequence_order,
     tokens_of_rank,
@@ -71,7 +74,7 @@ def shard_sequence(
     rank, ranks = _place("shard_sequence", cp_group)
     if ranks == 1:
         return x
-    _check_tokens("shard_sequence", x, seq_dim, 1, 2 * ranks, cu_seqlens)
+    _check_tokens("shard_sequence", x, seq_dim, 1, ranks, cu_seqlens)
     if cu_seqlens is not None:
         return x.index_select(0, tokens_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
     chunks = x.chunk(2 * ranks, seq_dim)
@@ -113,7 +116,7 @@ def gather_sequence(
     _, ranks = _place("gather_sequence", cp_group)
     if ranks == 1:
         return x
-    _check_tokens("gather_sequence", x, seq_dim, ranks, 2 * ranks, cu_seqlens)
+    _check_tokens("gather_sequence", x, seq_dim, ranks, ranks, cu_seqlens)
     groups = _groups("gather_sequence", cp_group)
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     facts = {"x": list(x.shape), "dtype": x.dtype, "dim": seq_dim, "sequences": sequences}
@@ -172,11 +175,6 @@ def _place(op: str, cp_group: Group) -> tuple[int, int]:
     return rank, ranks
 
 
-def _check_tensor(op: str, name: str, x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"[{op}] expected {name} to be a torch.Tensor, got {type(x).__name__}")
-
-
 def _check_dims(x: Sequence[torch.Tensor], dims: Any) -> None:
     listed = isinstance(dims, list | tuple)
     if not listed or len(dims) != len(x):
@@ -188,40 +186,20 @@ def _check_dims(x: Sequence[torch.Tensor], dims: Any) -> None:
 
 
 def _check_tokens(
-    op: str,
-    x: torch.Tensor,
-    dim: int,
-    ranks: int,
-    chunks: int,
-    cu_seqlens: torch.Tensor | None,
+    op: str, x: torch.Tensor, dim: int, shares: int, ranks: int, cu_seqlens: torch.Tensor | None
 ) -> None:
-    """Raise unless `ranks` times the tokens of `x` are sequences of so many equal chunks."""
-    _check_tensor(op, "x", x)
+    """Raise unless each sequence, of which `x` is one of so many shares, has equal chunks."""
+    check_tensors(op, x=x)
     if not isinstance(dim, int):
         raise TypeError(f"[{op}] expected seq_dim to be an int, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"[{op}] expected seq_dim of {x.dim()} dimensions, got {dim}")
-    tokens = x.shape[dim] * ranks
+    tokens = x.shape[dim] * shares
     lengths = [tokens]
     if cu_seqlens is not None:
-        _check_tensor(op, "cu_seqlens", cu_seqlens)
+        check_tensors(op, cu_seqlens=cu_seqlens)
         if dim % x.dim() != 0:
             raise ValueError(f"[{op}] expected seq_dim=0 with cu_seqlens, got {dim}")
-        if cu_seqlens.device.type == "cpu":
-            lengths += _checked_lengths(op, tokens, cu_seqlens)
-    uneven = [length for length in lengths if length % chunks]
-    if uneven:
-        raise ValueError(
-            f"[{op}] expected sequences divisible by {chunks} (twice the context parallel ranks),"
-            f" got {uneven[:4]} tokens; pad them"
-        )
-
-
-def _checked_lengths(op: str, tokens: int, cu_seqlens: torch.Tensor) -> list[int]:
-    ends, lengths = cu_seqlens.tolist(), cu_seqlens.diff().tolist()
-    if ends[:1] != [0] or ends[-1] > tokens or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"[{op}] expected cu_seqlens to rise from 0 to at most {tokens} (the tokens of all"
-            f" ranks), got {ends[:9]}"
-        )
-    return lengths
+        check_rise(op, "cu_seqlens", cu_seqlens, tokens)
+        lengths += known_lengths(cu_seqlens)
+    check_chunks(op, "sequences", lengths, ranks)
