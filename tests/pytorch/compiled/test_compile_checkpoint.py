@@ -15,7 +15,7 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
-from transformer_engine.pytorch.layers.residual import dropout_add
+from transformer_engine.pytorch.layers.residual import Residual
 
 Call = Callable[..., Any]
 ALL_RECIPES = {**RECIPES, "attention": DelayedScaling(amax_history_len=4, fp8_dpa=True)}
@@ -182,14 +182,12 @@ def test_core_attention_is_not_kept() -> None:
 
 @pytest.mark.sampled_on_cpu("dropout-inductor", "drop1-aot_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    "drop", [nn.functional.dropout, partial(dropout_add, bias=None, residual=None)]
-)
+@pytest.mark.parametrize("drop", [nn.functional.dropout, Residual(with_residual=False)])
 def test_gradients_belong_to_the_mask(drop: Call, backend: str, device: str) -> None:
     """Whatever is drawn between forward and backward."""
     torch._dynamo.reset()
     call = torch.compile(
-        lambda x: te.checkpoint(lambda x: drop(x, p=0.5).exp() * x, x),
+        lambda x: te.checkpoint(lambda x: drop(x, 0.5).exp() * x, x),
         backend=backend,
         fullgraph=True,
     )

@@ -5,7 +5,7 @@ import torch
 from cases.dropout_add import threshold
 
 from transformer_engine.pytorch.layers.drop_path import DropPath
-from transformer_engine.pytorch.layers.residual import dropout_add
+from transformer_engine.pytorch.layers.residual import Residual
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.layers.residual import dropout_add
 def test_dropout_add(device, p, with_bias):
     x, residual = (torch.randn(400, 16, device=device, requires_grad=True) for _ in range(2))
     bias = torch.randn(16, device=device, requires_grad=True) if with_bias else None
-    out = dropout_add(x, bias, residual, p)
+    out = Residual()(x, residual, p, bias)
     whole = x if bias is None else x + bias
     branch = (out - residual).detach()
     mask = branch.abs() > 1e-6 if p else torch.ones_like(x, dtype=torch.bool)
@@ -33,7 +33,7 @@ def test_dropout_add_in_the_dtype_of_the_residual(device):
     x = torch.randn(8, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     residual = torch.randn(8, 16, device=device, requires_grad=True)
     for p in (0.0, 0.5):
-        out = dropout_add(x, None, residual, p)
+        out = Residual()(x, residual, p)
         assert out.dtype is torch.float32
         x_grad, residual_grad = torch.autograd.grad(out.sum(), (x, residual))
         assert x_grad.dtype is torch.bfloat16

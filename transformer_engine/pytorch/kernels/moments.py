@@ -37,7 +37,7 @@ CAST_MOMENTS = (
     "min_scale_inv",
     "max_scale_inv",
 )
-MOMENTS_FIELDS, CAST_MOMENTS_FIELDS = 16, 8  # some are reserved
+CAST_MOMENTS_FIELDS = 8  # some are reserved
 # What a row holds before anything was merged into it.
 EMPTY_MOMENTS = (0.0,) * 5 + (math.inf, -math.inf, 0.0, math.inf) + (0.0,) * 7
 EMPTY_CAST_MOMENTS = (0.0,) * 4 + (math.inf,) + (0.0,) * 3

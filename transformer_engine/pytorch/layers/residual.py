@@ -39,23 +39,3 @@ class Residual(Part):
             if residual is not None and bias is None and p == 0.0:
                 return residual + branch.to(residual.dtype)
         return super().__call__(*values_and_arguments)
-
-
-_RESIDUAL = Residual()
-
-
-def dropout_add(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float
-) -> torch.Tensor:
-    """`residual + dropout(x + bias)` in the dtype of the residual (of `x` without one).
-
-    Args:
-        x: `[..., cols]`.
-        bias: `[cols]`.
-        residual: shape of `x`.
-        p: probability of dropping an element, 0 <= p < 1; 0 where not training.
-    """
-    if p == 0.0 and bias is None and residual is None:
-        return x
-    out: torch.Tensor = _RESIDUAL(x, residual, p, bias)
-    return out

@@ -22,11 +22,11 @@ from transformer_engine.pytorch.module.inputs import LEADING, can_read, check_te
 FORMATS = ("sbhd", "bshd", "thd")
 
 
-def check_format(qkv_format: str, parameter: str = "qkv_format") -> str:
+def check_format(qkv_format: str) -> str:
     """Return the format, or say which ones there are."""
     if qkv_format not in FORMATS:
         raise ValueError(
-            f"[attention] expected {parameter} in {{{', '.join(FORMATS)}}}, got {qkv_format!r}"
+            f"[attention] expected qkv_format in {{{', '.join(FORMATS)}}}, got {qkv_format!r}"
         )
     return qkv_format
 
