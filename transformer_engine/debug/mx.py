@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.dtypes import E4M3, TORCH_FP8
-from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.shapes import matrix_shape
 
 BLOCK = 32
 
@@ -49,7 +49,7 @@ def cast_to_mx(
 
 def seen_along(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
     """View `x` as a matrix, transposed if `columnwise`."""
-    flat = x.reshape(rows_of(x), x.shape[-1])
+    flat = x.reshape(matrix_shape(x.shape))
     return flat.t() if columnwise else flat
 
 

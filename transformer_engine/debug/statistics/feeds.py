@@ -22,7 +22,7 @@ from transformer_engine.pytorch.kernels.moments import (
     cast_moments,
     merge_rows,
 )
-from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
@@ -121,7 +121,7 @@ class Scales:
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge the scales, and the count of elements, into a casts row."""
         matrix = self.matrix
-        inverses = matrix.layout.spread(matrix.scales, *_matrix_shape(matrix.codes)).double()
+        inverses = matrix.layout.spread(matrix.scales, *matrix_shape(matrix.codes.shape)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
         _merge(Kind.CASTS, [*found, *_range(inverses)], row, active)
 
@@ -157,10 +157,6 @@ class BlockCast:
     def numel(self) -> int:
         """Elements of the tensor."""
         return self.x.numel()
-
-
-def _matrix_shape(codes: torch.Tensor) -> tuple[int, int]:
-    return rows_of(codes), codes.shape[-1]
 
 
 def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +232,7 @@ def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
 def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast:
     flat = seen_along(x, source.columnwise)
     rows, cols = flat.shape  # codes may have rows or columns of zeros behind these
-    codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
+    codes = matrix.codes.view(matrix_shape(matrix.codes.shape))[:rows, :cols]
     inverses = matrix.layout.spread(matrix.scales, rows, cols)
     return BlockCast(flat, codes, inverses, matrix.element)
 
@@ -268,7 +264,7 @@ def _cast_again(
 ) -> Cast | BlockCast:
     """Cast a tensor for statistics alone: the layer does not make this cast."""
     columnwise = source.columnwise and quantizer.layout.in_blocks
-    flat = x.view(rows_of(x), x.shape[-1])
+    flat = x.view(matrix_shape(x.shape))
     request = OperandRequest(quantizer, not columnwise, columnwise)
     if isinstance(quantizer, CurrentQuantizer) and whole_amax is not None:
         options = quantizer.format, quantizer.power_of_2, quantizer.epsilon

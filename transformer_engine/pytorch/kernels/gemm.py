@@ -34,6 +34,7 @@ from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.memory_views import tensor_at
+from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 
 PLAIN = -1
@@ -215,7 +216,7 @@ def _matrix(
     operand: torch.Tensor, scales: torch.Tensor | None, format: int, transposed: bool
 ) -> torch.Tensor:
     """The operand as fp32 `[m or n, k]`; only scales of blocks are applied."""
-    rows, columns = operand.shape[:-1].numel(), operand.shape[-1]
+    rows, columns = matrix_shape(operand.shape)
     if format == PLAIN:
         matrix = operand.reshape(rows, columns).to(torch.float32)
     elif layout_of(format).in_blocks:
@@ -261,9 +262,7 @@ def _product_of_codes(
 ) -> torch.Tensor:
     """`a b^T` of FP8 codes in fp32, `[m, n]`: by bf16 tensor cores on a GPU."""
     plain_a, plain_b = (
-        codes.reshape(codes.shape[:-1].numel(), codes.shape[-1])
-        .view(TORCH_FP8[format])
-        .to(torch.bfloat16)
+        codes.reshape(matrix_shape(codes.shape)).view(TORCH_FP8[format]).to(torch.bfloat16)
         for codes, format in ((a, a_format), (b, b_format))
     )
     value = a.new_empty((plain_a.shape[0], plain_b.shape[0]), dtype=torch.float32)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor of this shape."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def rows_of(x: torch.Tensor) -> int:

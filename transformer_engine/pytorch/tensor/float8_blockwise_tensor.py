@@ -13,6 +13,7 @@ from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequ
 from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.kernels.transpose import transpose_blocks
 from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.making import TensorMaking
@@ -263,18 +264,18 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Of the transposed codes: `(cols, rows)`."""
-        rows, cols = _matrix_shape(shape)
+        rows, cols = matrix_shape(shape)
         return cols, rows
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """Of the inverse scales of a tensor's side."""
-        rows, cols = _matrix_shape(shape)
+        rows, cols = matrix_shape(shape)
         sides = (cols, rows) if columnwise else (rows, cols)
         return self.layout.scale_shape(*sides)
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether parts of the tensor, cut along tokens, are made of whole blocks."""
-        rows, cols = _matrix_shape(tensor.shape)
+        rows, cols = matrix_shape(tensor.shape)
         run = self.layout.run
         return tensor.ndim >= 2 and rows % run == 0 and cols % run == 0
 
@@ -296,8 +297,3 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
 
 
 BlockQuantizer.public_class = Float8BlockQuantizer
-
-
-def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    size = torch.Size(shape)
-    return size[:-1].numel(), size[-1]

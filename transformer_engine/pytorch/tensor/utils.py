@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,
@@ -145,7 +146,7 @@ def _largest(weight: Any, master: torch.Tensor | None, start: int) -> torch.Tens
     """fp32: the magnitude of a piece, or what it adds to each block."""
     if not isinstance(weight, Float8BlockwiseQTensor):
         return torch.zeros(1, device=weight.device) if master is None else amax(_row(master))
-    values = torch.zeros(_matrix_shape(weight), device=weight.device)
+    values = torch.zeros(matrix_shape(weight.shape), device=weight.device)
     if master is not None:
         _piece(values, master, start).copy_(master.detach().flatten())
     layout = block_layout(2)
@@ -177,7 +178,7 @@ def _write_blocks(
     Where this rank has no values it takes the largest of the block, so that the cast of the whole
     finds the scales of the whole.
     """
-    rows, cols = _matrix_shape(weight)
+    rows, cols = matrix_shape(weight.shape)
     layout = block_layout(2)
     values = layout.spread(largest.view(layout.scale_shape(rows, cols)), rows, cols).contiguous()
     if master is not None:
@@ -205,10 +206,6 @@ def _transpose_again(weight: Float8BlockwiseQTensor) -> None:
 def _piece(whole: torch.Tensor, master: torch.Tensor, start: int) -> torch.Tensor:
     """Where a piece of a master lies."""
     return whole.view(-1)[start : start + master.numel()]
-
-
-def _matrix_shape(weight: torch.Tensor) -> tuple[int, int]:
-    return weight.shape[:-1].numel(), weight.shape[-1]
 
 
 def _scales(weight: Float8Tensor, largest: torch.Tensor) -> torch.Tensor:
