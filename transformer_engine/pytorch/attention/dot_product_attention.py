@@ -52,7 +52,7 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
-from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
+from transformer_engine.pytorch.module.parameters import HasParameters, ParameterSet, ParameterSpec
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.rng import check_tracker
@@ -61,7 +61,7 @@ _OF_MORE = {"fp8_output", "inference_params"}
 
 
 @joins_chains
-class DotProductAttention(SharedByRanks, ScaledModule):
+class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:
@@ -172,15 +172,6 @@ class DotProductAttention(SharedByRanks, ScaledModule):
             size, shard = (self.local_heads,), Shard(self.ranks, 0)
             offset = ParameterSpec("softmax_offset", size, nn.init.zeros_, shard=shard)
             self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Start `softmax_offset`, if there is one, at zero again; on meta it gets memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
-        if not defer_init:
-            self._parameter_set.reset(self)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"

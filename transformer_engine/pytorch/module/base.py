@@ -42,7 +42,7 @@ from transformer_engine.pytorch.module.inputs import (
     checked_dtype,
 )
 from transformer_engine.pytorch.module.names import layer_name
-from transformer_engine.pytorch.module.parameters import ParameterSet, matrices_of
+from transformer_engine.pytorch.module.parameters import HasParameters, matrices_of
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.groups import (
     SharedByRanks,
@@ -59,7 +59,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
+class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients, ScaledModule):
     """Base of Linear, LayerNormLinear and LayerNormMLP.
 
     Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
@@ -69,7 +69,6 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
     chain: Chain
     return_bias: bool
     first_microbatch: bool | None = None  # instead of the caller's `is_first_microbatch`
-    _parameter_set: ParameterSet
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
     def __init__(self, gemms: int, name: str | None, eps: float = 0.0, /, **sizes: int) -> None:
@@ -100,15 +99,6 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
     def sequence_parallel(self) -> bool:
         """Whether each rank has a part of the tokens outside the parallel region."""
         return self.ranks.sequence
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise anew; parameters on meta get memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
-        if not defer_init:
-            self._parameter_set.reset(self)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """The parameters of the chain; and the last bias of the module, for `return_bias`."""

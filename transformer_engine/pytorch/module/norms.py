@@ -19,6 +19,7 @@ from transformer_engine.pytorch.module.arguments import (
 from transformer_engine.pytorch.module.inputs import check_device, check_features, refuse_dtype
 from transformer_engine.pytorch.module.names import check_name
 from transformer_engine.pytorch.module.parameters import (
+    HasParameters,
     ParameterSet,
     ParameterSpec,
     names_in,
@@ -51,7 +52,7 @@ def check_normalization(kind: str, module: str) -> str:
     return kind
 
 
-class NormModule(OptionalExtraState, SingleStageModule):
+class NormModule(HasParameters, OptionalExtraState, SingleStageModule):
     """A norm with parameters. Subclasses say which kind.
 
     Attributes:
@@ -90,15 +91,6 @@ class NormModule(OptionalExtraState, SingleStageModule):
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
         self._names = names_in(specs, "weight", "bias")
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise anew; parameters on meta get memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
-        if not defer_init:
-            self._parameter_set.reset(self)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise over the last axis; statistics in fp32.

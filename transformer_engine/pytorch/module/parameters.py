@@ -315,6 +315,21 @@ def tensors_of(module: nn.Module, names: Names) -> list[torch.Tensor | None]:
         return [x if x is None else x.resolve_neg() for x in computed]
 
 
+class HasParameters:
+    """A module whose parameters a `ParameterSet` has made."""
+
+    _parameter_set: ParameterSet
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise anew; parameters on meta get memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset(self)  # type: ignore[arg-type]
+
+
 class SplitLinearParameters:
     """Weight and bias of a Linear, as one parameter each or as several along dim 0.
 
