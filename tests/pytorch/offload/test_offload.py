@@ -234,9 +234,9 @@ def test_on_the_cpu_nothing_happens(monkeypatch) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="1 <= num_layers <= model_layers, got 3 and 2"):
+    with pytest.raises(ValueError, match="model_layers >= 3, got 2"):
         te.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=2)
-    with pytest.raises(ValueError, match="got 0 and None"):
+    with pytest.raises(ValueError, match="num_layers >= 1, got 0"):
         te.get_cpu_offload_context(enabled=True, num_layers=0)
     with pytest.raises(TypeError, match=r"^\[mark_not_offload\] expected tensors .*, got int$"):
         te.mark_not_offload(torch.ones(2), 3)

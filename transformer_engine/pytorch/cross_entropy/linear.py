@@ -30,6 +30,7 @@ from transformer_engine.pytorch.cross_entropy.parallel import (
 )
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.cast import cast
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -163,13 +164,8 @@ def _check_settings(reduction: str, chunk_tokens: Any, fp8: Any) -> None:
         raise TypeError(f"[{_OP}] expected fp8 to be a bool, got {type(fp8).__name__}")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"[{_OP}] expected reduction in {_REDUCTIONS}, got {reduction!r}")
-    if chunk_tokens is None:
-        return
-    if not isinstance(chunk_tokens, int):
-        name = type(chunk_tokens).__name__
-        raise TypeError(f"[{_OP}] expected chunk_tokens to be an int, got {name}")
-    if chunk_tokens < 1:
-        raise ValueError(f"[{_OP}] expected chunk_tokens above 0, got {chunk_tokens}")
+    if chunk_tokens is not None:
+        check_sizes(_OP, None, chunk_tokens=chunk_tokens)
 
 
 def _scaled(x: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.offload.groups import CudaCopies, Group, View
 
@@ -79,14 +80,9 @@ def get_cpu_offload_context(
         raise ValueError(
             "[cpu_offload] expected offload_activations or offload_weights, got neither"
         )
-    for name, layers in (("num_layers", num_layers), ("model_layers", model_layers)):
-        if not isinstance(layers, int) and not (layers is None and name == "model_layers"):
-            raise TypeError(f"[cpu_offload] expected {name} to be an int, got {layers!r}")
-    if num_layers < 1 or (model_layers is not None and model_layers < num_layers):
-        raise ValueError(
-            f"[cpu_offload] expected 1 <= num_layers <= model_layers, got {num_layers} and "
-            f"{model_layers}"
-        )
+    check_sizes("cpu_offload", None, num_layers=num_layers)
+    if model_layers is not None:
+        check_sizes("cpu_offload", None, num_layers, model_layers=model_layers)
     if not (enabled and torch.cuda.is_available()):
         return nullcontext(), _same
     copies = CudaCopies(offload_stream)
