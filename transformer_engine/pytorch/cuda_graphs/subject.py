@@ -36,7 +36,7 @@ class Subject:
         self.forward = function if self.module is None else self.module.forward
         self.takes_first = _takes_first(self.forward, self.module is None)
         self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
-        self.cached_weights: list[Any] = []
+        self.cached_weights: list[Any] = []  # what graphs read stays
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
     @property

@@ -94,7 +94,6 @@ class RankCall:
         self.device = device
         self.ranks = ranks
         self.queries = queries
-        self.key_shares = key_shares
         self.tokens = tokens
         self.rule = call.shape.rule
         self.packed = call.shape.qkv_format == "thd"
