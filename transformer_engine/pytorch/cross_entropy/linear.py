@@ -31,9 +31,8 @@ from transformer_engine.pytorch.cross_entropy.parallel import (
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import check_plain, check_tensors
 from transformer_engine.pytorch.parallel.groups import check_group
-from transformer_engine.pytorch.tensor import QuantizedTensor
 
 __all__ = ["linear_cross_entropy"]
 
@@ -98,7 +97,7 @@ def linear_cross_entropy(
     check_group(_OP, "dist_process_group", dist_process_group)
     own_bias = {} if bias is None else {"bias": bias}
     check_tensors(_OP, hidden=hidden, weight=weight, target=target, **own_bias)
-    _check_weight(weight)
+    check_plain(_OP, weight=weight)
     wants_grad, into = torch.is_grad_enabled(), WgradTarget(None)
     if fuse_wgrad_accumulation and wants_grad and weight.requires_grad:
         into = main_grad_target(weight, False, _OP)
@@ -122,11 +121,6 @@ def linear_cross_entropy(
         *(rules, reduction, (chunk, fp8), wants_grad, into),
     )
     return losses[: target.numel()].view(target.shape) if reduction == "none" else losses
-
-
-def _check_weight(weight: torch.Tensor) -> None:
-    if isinstance(weight, QuantizedTensor):
-        raise TypeError(f"[{_OP}] expected a weight in high precision, got {type(weight).__name__}")
 
 
 def _check(

@@ -20,10 +20,10 @@ def check_sizes(module: str, layer: str | None, least: int = 1, /, **sizes: Any)
             small = operator.index(size) < least
         except TypeError as error:
             raise TypeError(
-                f"[{module}] expected {name} to be an int, got {size!r}{_where(layer)}"
+                f"[{module}] expected {name} to be an int, got {size!r}{in_layer(layer)}"
             ) from error
         if small:
-            raise ValueError(f"[{module}] expected {name} >= {least}, got {size}{_where(layer)}")
+            raise ValueError(f"[{module}] expected {name} >= {least}, got {size}{in_layer(layer)}")
 
 
 def check_numbers(module: str, layer: str | None, /, **values: Any) -> None:
@@ -31,7 +31,7 @@ def check_numbers(module: str, layer: str | None, /, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, numbers.Real):
             raise TypeError(
-                f"[{module}] expected {name} to be a number, got {value!r}{_where(layer)}"
+                f"[{module}] expected {name} to be a number, got {value!r}{in_layer(layer)}"
             )
 
 
@@ -41,11 +41,12 @@ def check_dtypes(module: str, layer: str | None, /, **dtypes: Any) -> None:
         if dtype not in HIGH_PRECISION:
             raise TypeError(
                 f"[{module}] expected {name} torch.float32, torch.float16 or torch.bfloat16, got"
-                f" {dtype!r}{_where(layer)}"
+                f" {dtype!r}{in_layer(layer)}"
             )
 
 
-def _where(layer: str | None) -> str:
+def in_layer(layer: str | None) -> str:
+    """The end of a message: the layer, if it has a name."""
     return f" (layer {layer})" if layer else ""
 
 

@@ -12,11 +12,10 @@ from torch import nn
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.inputs import check_features
+from transformer_engine.pytorch.module.inputs import check_features, check_plain
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import ParameterSpec
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
 class _Part(Linear):
@@ -289,11 +288,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             ValueError: `m_splits` has not one number for each part, or they do not add up.
             TypeError: an FP8 tensor as input; numbers of rows that are no ints.
         """
-        if isinstance(inp, QuantizedTensor):
-            raise TypeError(
-                f"[GroupedLinear] expected inp in high precision, got {type(inp).__name__} "
-                f"(layer {self.name})"
-            )
+        check_plain("GroupedLinear", self.name, inp=inp)
         check_features(self, inp, self.in_features)
         splits = self._ints(m_splits)
         rows = inp.reshape(-1, self.in_features)

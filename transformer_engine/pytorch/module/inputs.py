@@ -1,4 +1,4 @@
-"""Checks of the inputs of modules, whose errors name the layer and the argument."""
+"""Checks of the inputs of modules and functions, whose errors name the layer and the argument."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.module.arguments import in_layer
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 # Found once: this is on the hot path.
 _is_compiling = torch.compiler.is_compiling
@@ -23,18 +25,17 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
     """Raise TypeError for an input that is not a dense tensor."""
-    where = f" (layer {layer})" if layer else ""
     wanted, got = "a torch.Tensor", type(value).__name__
     if isinstance(value, torch.Tensor):
         wanted, got = "a dense torch.Tensor", f"one of layout {value.layout}"
-    raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
+    raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{in_layer(layer)}")
 
 
 def refuse_dtype(module: str, parameter: str, dtype: torch.dtype, layer: str | None) -> NoReturn:
     """Raise TypeError for an input that is not in high precision."""
-    where = f" (layer {layer})" if layer else ""
     raise TypeError(
-        f"[{module}] expected {parameter} of float32, float16 or bfloat16, got {dtype}{where}"
+        f"[{module}] expected {parameter} of float32, float16 or bfloat16, got {dtype}"
+        f"{in_layer(layer)}"
     )
 
 
@@ -55,6 +56,14 @@ def check_tensors(op: str, layer: str | None = None, /, **values: object) -> Non
     for name, x in values.items():
         if not isinstance(x, _Tensor) or x.layout is not _strided:
             refuse_input(op, name, x, layer)
+
+
+def check_plain(op: str, layer: str | None = None, /, **values: torch.Tensor) -> None:
+    """Raise TypeError for a tensor in FP8."""
+    for name, x in values.items():
+        if isinstance(x, QuantizedTensor):
+            got = type(x).__name__
+            raise TypeError(f"[{op}] expected {name} in high precision, got {got}{in_layer(layer)}")
 
 
 def check_hidden(

@@ -14,7 +14,7 @@ from transformer_engine.pytorch._torch_private import default_device_is_set
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
-from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.arguments import check_sizes, in_layer
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker, check_tracker
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -47,11 +47,9 @@ def _device_of(module: nn.Module, device: Any) -> torch.device:
         return default_device(device)
     except (RuntimeError, TypeError) as error:
         refused = TypeError if isinstance(error, TypeError) else ValueError
-        layer = getattr(module, "name", "")
-        where = f" (layer {layer})" if layer else ""
         raise refused(
             f"[{type(module).__name__}] expected device to be a torch.device or a name such as"
-            f" 'cuda' or 'cpu', got {device!r}{where}"
+            f" 'cuda' or 'cpu', got {device!r}{in_layer(getattr(module, 'name', ''))}"
         ) from error
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import can_read, check_tensors
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.module.inputs import can_read, check_plain, check_tensors
 
 __all__ = [
     "moe_permute",
@@ -256,10 +255,8 @@ def _without_padding(
 
 
 def _check_rows(inp: torch.Tensor) -> None:
-    if not isinstance(inp, torch.Tensor) or isinstance(inp, QuantizedTensor):
-        raise TypeError(
-            f"[permutation] expected inp to be a tensor in high precision, got {type(inp).__name__}"
-        )
+    check_tensors("permutation", inp=inp)
+    check_plain("permutation", inp=inp)
     if inp.ndim != 2:
         raise ValueError(f"[permutation] expected inp [rows, hidden], got {tuple(inp.shape)}")
 
