@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from debug_session import debugging, logged, section
+from fake_manager import session
+from hook_cases import HighPrecision
 from rulers import assert_bitwise
 from sizes import as_large_inputs
 
@@ -157,6 +159,29 @@ def test_the_debugger_sees_weight_gradients_when_they_are_computed(tmp_path: Pat
             debug_api.step()
         found.append(logged(tmp_path / name))
     assert found[0] == found[1] and (0, "layer", "wgrad") in found[0]
+    equal(grads(late), grads(plain))
+
+
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+def test_features_get_the_tensors_that_they_get_without_it(kind):
+    class Looks(HighPrecision):
+        def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
+            return True
+
+        def inspect_tensor(self, config, layer_name, tensor_name, tensor):
+            seen.append((layer_name, tensor_name, tensor.clone()))
+
+    plain, late = pair(kind, name="layer")
+    found = []
+    for module in (plain, late):
+        seen = []
+        with session(("layer", Looks(), {"gemms": ["wgrad"]})):
+            result = step(module, 1, RECIPES["current"])
+            module.backward_dw()
+        seen.sort(key=lambda call: call[:2])
+        found.append(([call[:2] for call in seen], [call[2] for call in seen] + result))
+    assert found[0][0] == found[1][0]
+    equal(found[0][1], found[1][1])
     equal(grads(late), grads(plain))
 
 

@@ -212,6 +212,8 @@ def _segments(
     steps, segments, large = _recordable_steps(plan), [], large or not is_host_bound(first)
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
+    # Operands are made by the stage before, with Python where a GEMM cannot be recorded.
+    cuts = {i for i in delayed if steps[i]}
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
     if recorded and plan.joins and not delayed:
         stages = [plan.chain.steps[i].stage for i in collective]
@@ -225,7 +227,7 @@ def _segments(
         own = piece[0] if piece[0] in collective | delayed else -1
         return recorded and own not in collective and all(steps[slice(*piece)]), own
 
-    for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective, delayed), kind):
+    for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective, cuts), kind):
         bounds = list(pieces)
         segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible, large))
     if plan.chain.communicates or any([segment.recordable for segment in segments]):
