@@ -185,7 +185,28 @@ ERRORS = {
     "rows of another map": (
         lambda: moe_unpermute(X, ROW_ID_MAP),
         ValueError,
-        f"rows [{len(ROWS)}, 6], as row_id_map and restore_shape say, got (9, 6)",
+        f"rows [{len(ROWS)}, hidden], as row_id_map says, and restore_shape [tokens, hidden], got "
+        "(9, 6) and (9, 6)",
+    ),
+    "three axes to restore": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, None, [3, 3, 6]),
+        ValueError,
+        f"restore_shape [tokens, hidden], got {tuple(ROWS.shape)} and (3, 3, 6)",
+    ),
+    "fewer tokens than the map has": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, None, [2, 6]),
+        ValueError,
+        f"{1 + int(ROW_ID_MAP[:, 0].max())} or more tokens",
+    ),
+    "weights of the chosen alone": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS.topk(2).values, X.shape),
+        ValueError,
+        "4 or more columns of the routing map, got 9 and 2",
+    ),
+    "chunks of less than no rows": (
+        lambda: moe_sort_chunks_by_index(X, [-1, 10], [1, 0]),
+        ValueError,
+        "sizes that add up to 9, got [-1, 10]",
     ),
     "two names": (
         lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS, X.shape, probs=PROBS),

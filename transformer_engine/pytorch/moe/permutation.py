@@ -142,19 +142,20 @@ def moe_unpermute(
         inp = _without_padding(inp, row_id_map, pad_offsets, probs)
     if restore_shape is None:
         restore_shape = inp.shape if probs is None else (probs.shape[0], inp.shape[1])
-    tokens, hidden = restore_shape
-    if row_id_map.shape != (inp.shape[0], 2) or hidden != inp.shape[1]:
+    if row_id_map.shape != (inp.shape[0], 2) or tuple(restore_shape[1:]) != inp.shape[1:]:
         raise ValueError(
-            f"[moe_unpermute] expected rows [{row_id_map.shape[0]}, {hidden}], as row_id_map and "
-            f"restore_shape say, got {tuple(inp.shape)}"
+            f"[moe_unpermute] expected rows [{row_id_map.shape[0]}, hidden], as row_id_map says,"
+            f" and restore_shape [tokens, hidden], got {tuple(inp.shape)} and"
+            f" {tuple(restore_shape)}"
         )
-    weighted = inp
+    weighted, tokens = inp, restore_shape[0]
+    if probs is not None and (probs.ndim != 2 or probs.shape[0] != tokens):
+        raise ValueError(
+            f"[moe_unpermute] expected merging_probs [{tokens}, ...], of the shape of the "
+            f"routing map, got {tuple(probs.shape)}"
+        )
+    _check_places(row_id_map, tokens, probs)
     if probs is not None:
-        if probs.ndim != 2 or probs.shape[0] != tokens:
-            raise ValueError(
-                f"[moe_unpermute] expected merging_probs [{tokens}, ...], of the shape of the "
-                f"routing map, got {tuple(probs.shape)}"
-            )
         weighted = inp.float() * _weights(probs, row_id_map)[:, None]
     result: torch.Tensor = _Scatter.apply(weighted, row_id_map[:, 0], tokens, inp.dtype)
     return result
@@ -254,6 +255,19 @@ def _without_padding(
     return inp.index_select(0, padded_places(row_id_map, pad_offsets))
 
 
+def _check_places(row_id_map: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> None:
+    """Raise ValueError for rows of tokens, or weights, that are not there. Only the CPU's."""
+    if not can_read(row_id_map) or not row_id_map.numel():
+        return
+    token, column = (last + 1 for last in row_id_map.amax(0).tolist())
+    columns = column if probs is None else probs.shape[1]
+    if token > tokens or column > columns:
+        raise ValueError(
+            f"[moe_unpermute] expected weights and restore_shape of {token} or more tokens and"
+            f" {column} or more columns of the routing map, got {tokens} and {columns}"
+        )
+
+
 def _check_rows(inp: torch.Tensor) -> None:
     check_tensors("permutation", inp=inp)
     check_plain("permutation", inp=inp)
@@ -323,7 +337,7 @@ def _chunk_order(
             "[moe_sort_chunks_by_index] expected as many sizes as indices of chunks, got "
             f"{tuple(sizes.shape)} and {tuple(order.shape)}"
         )
-    if can_read(sizes) and int(sizes.sum()) != rows:
+    if can_read(sizes) and (int(sizes.sum()) != rows or bool(sizes.lt(0).any())):
         raise ValueError(
             f"[moe_sort_chunks_by_index] expected sizes that add up to {rows}, got {sizes.tolist()}"
         )
