@@ -180,6 +180,15 @@ def test_refusals() -> None:
         route(logits, 2, "sigmoid", 3, 2)
     with pytest.raises(ValueError, match="num_groups=0, group_topk=0"):
         route(logits, 2, "sigmoid", 0, 0)
+    with pytest.raises(ValueError, match="num_groups=8, group_topk=2"):
+        route(logits, 4, "sigmoid", 8, 2)
+    with pytest.raises(TypeError, match=r"expected topk to be an int, got 2\.0"):
+        route(logits, 2.0, "sigmoid")
+    for shape in ((1,), (7,), (4, 1)):
+        with pytest.raises(ValueError, match=r"expected expert_bias of shape \(8,\), one for each"):
+            route(logits, 2, "sigmoid", bias=torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"tokens_per_expert of shape \(8,\).* got \(1,\)"):
+        fused_moe_aux_loss(logits, torch.ones(1), 4, 8, 2, 0.1)
     with pytest.raises(TypeError, match=r"got torch\.int64"):
         route(logits.long(), 2, "sigmoid")
     with pytest.raises(ValueError, match="no expert_bias"):
@@ -188,6 +197,11 @@ def test_refusals() -> None:
         route(logits.tolist(), 2, "softmax")
     with pytest.raises(TypeError, match=r"expected tokens_per_expert to be .*, got list"):
         fused_moe_aux_loss(logits, [4] * 8, 4, 8, 2, 0.1)
+
+
+@pytest.mark.parametrize("total", [0, torch.tensor(0)])
+def test_no_tokens_have_no_loss(total) -> None:
+    assert fused_moe_aux_loss(torch.ones(0, 8), torch.zeros(8), total, 8, 2, 0.1) == 0
 
 
 @pytest.mark.parametrize("lowest", [-200.0, -math.inf])

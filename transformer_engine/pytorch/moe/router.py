@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import check_tensors
 
 __all__ = [
@@ -72,7 +73,8 @@ def fused_topk_with_score_function(
 
     Raises:
         ValueError: fp64, an unknown score function or format, or numbers that do not fit.
-        TypeError: `logits` that are no tensor, or of integers; `topk_indices` that are not.
+        TypeError: `logits` or `expert_bias` that are no tensor; `logits` of integers,
+            `topk_indices` and `topk` that are not.
 
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
@@ -82,6 +84,8 @@ def fused_topk_with_score_function(
     _check(logits, topk, score_function, routing_map_format)
     if softmax and expert_bias is not None:
         raise ValueError("[router] expected no expert_bias with score_function 'softmax'")
+    if expert_bias is not None:
+        _check_experts("expert_bias", expert_bias, logits.shape[-1])
     values = logits.float()
     scores = values if softmax and not use_pre_softmax else _SCORES[score_function](values)
     choice = scores if expert_bias is None else scores + expert_bias.float()
@@ -132,7 +136,7 @@ def fused_compute_score_for_moe_aux_loss(
 def fused_moe_aux_loss(
     probs: torch.Tensor,
     tokens_per_expert: torch.Tensor,
-    total_num_tokens: int,
+    total_num_tokens: int | torch.Tensor,
     num_experts: int,
     topk: int,
     coeff: float,
@@ -153,13 +157,18 @@ def fused_moe_aux_loss(
         tokens.
 
     Raises:
+        ValueError: another number of `tokens_per_expert` than of experts.
         TypeError: `probs` or `tokens_per_expert` is no tensor.
     """
-    check_tensors("router", probs=probs, tokens_per_expert=tokens_per_expert)
+    check_tensors("router", probs=probs)
+    _check_experts("tokens_per_expert", tokens_per_expert, probs.shape[-1])
     sums = probs.float().sum(dim=0) * tokens_per_expert.float()
-    if isinstance(total_num_tokens, int):  # others may be on a GPU
-        total_num_tokens = max(1, total_num_tokens)
-    factor = coeff * num_experts / (topk * total_num_tokens * total_num_tokens)
+    tokens: int | torch.Tensor
+    if isinstance(total_num_tokens, torch.Tensor):
+        tokens = total_num_tokens.clamp(min=1)  # may be on a GPU
+    else:
+        tokens = max(1, total_num_tokens)
+    factor = coeff * num_experts / (topk * tokens * tokens)
     return (sums.sum() * factor).to(probs.dtype)
 
 
@@ -177,6 +186,7 @@ def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str
     if logits.dtype not in HIGH_PRECISION:
         kind = ValueError if logits.dtype is torch.float64 else TypeError
         raise kind(f"[router] expected logits of float32, float16 or bfloat16, got {logits.dtype}")
+    check_sizes("router", None, 0, topk=topk)
     if not 1 <= topk <= logits.shape[-1]:
         raise ValueError(f"[router] expected topk from 1 to {logits.shape[-1]}, got {topk}")
 
@@ -184,7 +194,8 @@ def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str
 def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int) -> torch.Tensor:
     """The scores, and minus infinity for experts of groups that are not among the best."""
     experts = choice.shape[-1]
-    if not 1 <= group_topk <= groups or experts % groups or topk % group_topk:
+    fits = 1 <= group_topk <= groups and not experts % groups and not topk % group_topk
+    if not fits or topk // group_topk > experts // groups:
         raise ValueError(
             f"[router] expected {experts} experts in equal groups and topk {topk} from equally "
             f"many of each, got num_groups={groups}, group_topk={group_topk}"
@@ -193,6 +204,15 @@ def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int
     best = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
     chosen_groups = _chosen(best, best.topk(group_topk, dim=-1).indices)
     return grouped.masked_fill(~chosen_groups.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _check_experts(name: str, values: torch.Tensor, experts: int) -> None:
+    check_tensors("router", **{name: values})
+    if values.shape != (experts,):
+        raise ValueError(
+            f"[router] expected {name} of shape ({experts},), one for each expert, got"
+            f" {tuple(values.shape)}"
+        )
 
 
 def _check_indices(room: torch.Tensor, indices: torch.Tensor) -> None:
