@@ -103,6 +103,19 @@ def test_cached_weights_are_written_again(recipe: str, make) -> None:
     ]
 
 
+@pytest.mark.parametrize("make", [Modifier, Caster])
+def test_weights_are_cached_anew_while_a_backward_waits(make) -> None:
+    x, grads = batch(16, 32).requires_grad_(), []
+    for first in (None, True):
+        module = build("linear", "cpu")
+        config = {"tensors": ["activation", "weight", "gradient"]}
+        with session(("layer", make(), config)), scope("current"):
+            twice = [module(x, is_first_microbatch=first) for _ in range(2)]
+        sum(twice).sum().backward()
+        grads.append([p.grad for p in module.parameters()])
+    assert_equal(*grads)
+
+
 def test_what_is_returned_beside_out_is_an_error() -> None:
     class Both(Modifier):
         def modify_tensor(self, config, tensor, out=None):

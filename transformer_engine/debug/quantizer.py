@@ -93,7 +93,10 @@ class InspectedQuantizer(WrappingQuantizer):
     def refreshed(
         self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
     ) -> Operands:
-        """Do what `operands` does; features write into the tensors that they returned before."""
+        """Do what `operands` does; features write into row-wise tensors that they returned before.
+
+        Not into column-wise ones, which a backward may still have to read.
+        """
         outs = cached.made if isinstance(cached, _Modified) else {}
         return self._finish(x, self._cast(x, 0, request), request, 0, outs)
 
@@ -165,7 +168,7 @@ class InspectedQuantizer(WrappingQuantizer):
         if plan is Plan.HIGH_PRECISION:
             plain = x.to(self.dtype)
             return pad(plain, padding), plain
-        out = (outs or {}).get(gemm)
+        out = (outs or {}).get(gemm) if side == 0 else None
         tensor = self.calls.modify(gemm, x, self.default, self.dtype, out)
         made[gemm] = tensor
         if isinstance(tensor, QuantizedTensor):

@@ -108,7 +108,8 @@ class TEDefaultFeatures(Protocol):
     ) -> torch.Tensor | QuantizedTensor | None:
         """Return a tensor of the same shape: the operand for the GEMM, or its new result.
 
-        `out` is what an earlier call returned for a cached weight: write into it and return None.
+        `out` is what an earlier call returned for a cached weight of fprop: write into it and
+        return None.
         A plain operand must have the `dtype`. Both operands of a GEMM must be plain, or both
         `Float8Tensor`.
         """
