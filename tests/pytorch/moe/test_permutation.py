@@ -165,6 +165,11 @@ ERRORS = {
         ValueError,
         "map_type 'mask' or 'index', got 'list'",
     ),
+    "a mask as indices": (
+        lambda: moe_permute(X, MASK, map_type="index"),
+        TypeError,
+        "int32 or int64 with 'index', got torch.bool",
+    ),
     "tokens of the map": (lambda: moe_permute(X, MASK[1:]), ValueError, "of 9 tokens, got (8, 4)"),
     "number of rows": (
         lambda: moe_permute(X, MASK, 3),

@@ -178,6 +178,8 @@ def test_refusals() -> None:
         route(logits, 9, "softmax")
     with pytest.raises(ValueError, match="num_groups=3, group_topk=2"):
         route(logits, 2, "sigmoid", 3, 2)
+    with pytest.raises(ValueError, match="expected num_groups with group_topk 2, got None"):
+        route(logits, 2, "sigmoid", None, 2)
     with pytest.raises(ValueError, match="num_groups=0, group_topk=0"):
         route(logits, 2, "sigmoid", 0, 0)
     with pytest.raises(ValueError, match="num_groups=8, group_topk=2"):

@@ -47,7 +47,7 @@ def moe_permute(
     Raises:
         ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a mask of other values
             than 0 and 1, and a number of rows that is not that of the ones.
-        TypeError: an input in FP8; what is no tensor.
+        TypeError: an input in FP8; what is no tensor; indices of another dtype than int32 or int64.
 
     >>> tokens = torch.tensor([[1.0], [2.0]])
     >>> rows, row_id_map = moe_permute(tokens, torch.tensor([[True, True], [True, False]]), 3)
@@ -291,6 +291,9 @@ def _row_id_map(
         _check_mask(routing_map)
     known_rows = rows is not None and rows > 0
     if map_type == "index":
+        if routing_map.dtype not in (torch.int32, torch.int64):
+            got = routing_map.dtype
+            raise TypeError(f"[moe_permute] expected int32 or int64 with 'index', got {got}")
         places = routing_map.flatten().argsort(stable=True)[: rows if known_rows else None]
         return torch.stack([places // columns, places % columns], 1)
     chosen = routing_map.bool()

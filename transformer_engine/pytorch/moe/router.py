@@ -89,7 +89,9 @@ def fused_topk_with_score_function(
     values = logits.float()
     scores = values if softmax and not use_pre_softmax else _SCORES[score_function](values)
     choice = scores if expert_bias is None else scores + expert_bias.float()
-    if group_topk is not None and num_groups is not None:
+    if group_topk is not None:
+        if num_groups is None:
+            raise ValueError(f"[router] expected num_groups with group_topk {group_topk}, got None")
         choice = _within_groups(choice, topk, num_groups, group_topk)
     indices = choice.topk(topk, dim=-1).indices
     weights = scores.gather(-1, indices)
