@@ -260,6 +260,7 @@ def test_ranks_that_differ_say_so_on_each(two):
     assert "learned bias True (rank 0), False (rank 1)" in first["learned bias"]
     assert "query_layer of each rank" in first["one is uneven"]
     assert "(rank 1)" in first["one is uneven"]
+    assert first["mask that nobody reads"] == "no error"
     assert first["met"] == 1  # in three calls that are alike
     assert first == second
 

@@ -266,9 +266,13 @@ def in_some_fp8(module, rank):
         return call(module)
 
 
+def differing_mask(rank):
+    return torch.zeros(2, 4 - 3 * rank, 4, 8, dtype=torch.bool)
+
+
 def differing_masks(rank):
-    mask = torch.zeros(2, 4 - 3 * rank, 4, 8, dtype=torch.bool)
-    return call(attention("a2a", attn_mask_type="arbitrary"), attention_mask=mask)
+    module = attention("a2a", attn_mask_type="arbitrary")
+    return call(module, attention_mask=differing_mask(rank))
 
 
 def differing_biases(rank):
@@ -288,6 +292,9 @@ def disagreements(rank):
         "mask shape": message(lambda: differing_masks(rank)),
         "learned bias": message(lambda: differing_biases(rank)),
         "precision": message(lambda: in_some_fp8(attention(), rank)),
+        "mask that nobody reads": message(
+            lambda: call(attention(), attention_mask=differing_mask(rank), attn_mask_type="causal")
+        ),
     }
     with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
         for _ in range(3):

@@ -106,7 +106,7 @@ class Transposed(nn.Module):
 
 
 def test_other_layers_with_a_matrix_are_noted():
-    others = (nn.Embedding(8, 32), nn.LazyConv1d(4, 3))
+    others = (nn.Embedding(8, 32), nn.LazyConv1d(4, 3), torch.jit.script(nn.Linear(32, 32)))
     model = nn.Sequential(nn.Linear(32, 32), Transposed(), Transposed(), *others)
     (note,) = te.convert(model).notes
     assert note.startswith("Transposed stays (2 of them, the first is 1): it has a matrix")

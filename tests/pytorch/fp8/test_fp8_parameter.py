@@ -228,6 +228,9 @@ def test_processes_share_fp8_weights(kind: type[QuantizedTensor]) -> None:
         layer = te.Linear(160, 48, device="cpu")
     layer.share_memory()
     assert all(part.is_shared() for part in layer.weight.parts if part is not None)
+    if isinstance(layer.weight, Float8Tensor):  # which would go stale
+        layer.weight.update_usage(columnwise_usage=True)
+        assert layer.weight._transpose is None
     x = torch.randn(16, 160, requires_grad=True)
     for value in (None, 1.0, 3.0):
         if value is not None:

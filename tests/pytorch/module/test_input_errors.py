@@ -12,6 +12,11 @@ X = torch.ones(4, 2, 32)
 Q = torch.ones(8, 2, 16)
 
 
+class HandingOn(te.Linear):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 def linear(**arguments):
     return te.Linear(32, 48, device="cpu", name="decoder.fc", **arguments)
 
@@ -212,6 +217,11 @@ CONSTRUCTORS = {
         TypeError,
         "TransformerLayer() got unexpected keyword argument(s) hidden_droput (did you mean"
         " hidden_dropout?)",
+    ),
+    "a misspelt keyword of a subclass": (
+        lambda: HandingOn(16, 16, biass=False),
+        TypeError,
+        "HandingOn() got unexpected keyword argument(s) biass (did you mean bias?)",
     ),
     "too many positional arguments": (
         lambda: te.Linear(16, 32, True, None),

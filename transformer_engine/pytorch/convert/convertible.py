@@ -61,9 +61,9 @@ def label(kind: type[nn.Module]) -> str:
 
 def holds_other_matrix(module: nn.Module) -> bool:
     """Whether a weight of rows and columns may be multiplied by, outside of all known classes."""
-    weight = module._parameters.get("weight")
-    known = isinstance(module, (*TO_TE, nn.Embedding, nn.EmbeddingBag))
-    if weight is None or known or label(type(module)).startswith("te."):
+    known = isinstance(module, (*TO_TE, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule))
+    weight = None if known else module._parameters.get("weight")
+    if weight is None or label(type(module)).startswith("te."):
         return False
     return not nn.parameter.is_lazy(weight) and weight.ndim == 2
 

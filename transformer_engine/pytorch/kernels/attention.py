@@ -97,7 +97,7 @@ def attention_forward(
     statistics_out = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
-        bias = None if bias is None else _aligned(bias)
+        bias = None if bias is None else _aligned(bias, torch.preserve_format)
         _C.attention_forward(
             (query, key, value),
             settings,
@@ -110,9 +110,9 @@ def attention_forward(
     return out, statistics_out
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: torch.Tensor, order: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
     """The tensor, or a copy where cuDNN could not read it 16 bytes at a time."""
-    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=order)
 
 
 def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
@@ -163,7 +163,7 @@ def attention_backward(
     """
     if launch:  # first, because gradients of thd lie as what cuDNN reads does
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
-        bias = None if bias is None else _aligned(bias)
+        bias = None if bias is None else _aligned(bias, torch.preserve_format)
     inputs = (query, key, value)
     results, written = _gradients_of(inputs, together, launch)
     of_bias = torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None

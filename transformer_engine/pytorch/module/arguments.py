@@ -60,10 +60,13 @@ def refuse_keywords(
         unknown: keywords.
         further: those that are known beside the named ones.
     """
-    parameters = inspect.signature(module).parameters.values()
-    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    name = module.__name__ if isinstance(module, type) else module.__qualname__
-    raise TypeError(unexpected_keywords(name, unknown, [*known, *further]))
+    name, known = module.__qualname__, [*inspect.signature(module).parameters]
+    if isinstance(module, type):  # a subclass may hand on what it does not name
+        name, known = module.__name__, []
+        for kind in module.__mro__:
+            known += inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    named = [one for one in known if one not in ("self", "args", "kwargs", "others")]
+    raise TypeError(unexpected_keywords(name, unknown, [*named, *further]))
 
 
 def check_keywords(

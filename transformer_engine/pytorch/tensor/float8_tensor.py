@@ -143,20 +143,22 @@ class Float8Tensor(ShardableTensor):
     def known_transpose(self) -> torch.Tensor | None:
         """The transposed codes, where they are at hand and no alias has written the codes since.
 
-        Other processes may have written codes that they share.
+        None of codes on a CPU that processes share: another one may have written them.
         """
-        data = self._data
-        current = self._transpose_version == _version(data)
-        if not current or (data.is_cpu and data.untyped_storage().is_shared()):
-            return None
-        return self._transpose
+        current = self._transpose_version == _version(self._data) and not self._in_processes()
+        return self._transpose if current else None
+
+    def _in_processes(self) -> bool:
+        return self._data.is_cpu and self._data.untyped_storage().is_shared()
 
     def transposed_codes(self) -> torch.Tensor:
-        """Codes `[cols, rows]`, made once and kept until the values change."""
-        if self.known_transpose is None:
-            self._transpose = transpose(self._data.contiguous())
+        """Codes `[cols, rows]`, made once until the values change, or for each call if shared."""
+        known = self.known_transpose
+        if known is None:
+            known = transpose(self._data.contiguous())
+            self._transpose = None if self._in_processes() else known
             self._transpose_version = _version(self._data)
-        return self._transpose  # type: ignore[return-value]
+        return known
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Float8Tensor:
         """The same kind of tensor, around what a function makes of codes and scale."""
@@ -171,7 +173,10 @@ class Float8Tensor(ShardableTensor):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Make or drop the transposed codes; the codes themselves always stay."""
+        """Make or drop the transposed codes; the codes themselves always stay.
+
+        Codes that processes share have no transpose at hand, also not afterwards.
+        """
         if columnwise_usage:
             self.transposed_codes()
         elif columnwise_usage is not None:

@@ -58,6 +58,8 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
     """What must be equal on all ranks, in the order of `_NAMES`."""
     shape, bias = call.shape, call.bias
     lengths = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
+    kind = shape.rule.type
+    masked = kind.arbitrary or (kind.padding and lengths[0] is None)  # else nobody reads a mask
     assert call.context is not None
     return (
         dtype,
@@ -65,7 +67,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         shape.rule,
         *(shape.heads, shape.groups, shape.key_size, shape.value_size),
         *(shape.batch, shape.queries, shape.keys),
-        _sizes(call.attention_mask),
+        _sizes(call.attention_mask) if masked else None,
         bias.type,
         _sizes(bias.tensor),
         bias.tensor is not None and bias.tensor.requires_grad,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.attention.core.formats import check_rise
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import check_tensors, known_lengths
 from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.exchange import all_gather_stack, reduce_scatter_stack
@@ -190,8 +191,7 @@ def _check_tokens(
 ) -> None:
     """Raise unless each sequence, of which `x` is one of so many shares, has equal chunks."""
     check_tensors(op, x=x)
-    if not isinstance(dim, int):
-        raise TypeError(f"[{op}] expected seq_dim to be an int, got {dim!r}")
+    check_sizes(op, None, -x.dim(), seq_dim=dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"[{op}] expected seq_dim of {x.dim()} dimensions, got {dim}")
     tokens = x.shape[dim] * shares
