@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from cases import fake_cudnn_fp8
-from cases.fp8_steps import RUNS, Case, assert_near, core_of, steps_of
+from cases.fp8_steps import CASES, RUNS, Case, assert_near, core_of, steps_of
 from torch._subclasses import FakeTensorMode
 
 from transformer_engine.pytorch.attention import core_attention as core
@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention.masks.masks import mask_rule
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD
 from transformer_engine.pytorch.kernels import attention as kernels
+from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "fp8": True, "key_size": 128, "value_size": 128}
 
@@ -59,6 +60,34 @@ def test_the_faster_backward(case, in_fp8, monkeypatch):
     module = core_of(case)
     steps_of(module, case, "cpu", 1)
     assert bool(module.scaling[BACKWARD].amax_history.any()) == in_fp8
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.packed], ids=str)
+@pytest.mark.parametrize("backward", ["0", "1"])
+def test_parts_of_one_tensor_are_cast_together(case, backward, monkeypatch):
+    """Their codes, and the values that the backward takes, are parts of one tensor, too."""
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
+    forward, backwards = (
+        cudnn_fp8.fp8_attention_forward,
+        ("fp8_attention_backward" if backward == "1" else "attention_backward"),
+    )
+    inner, seen = getattr(cudnn_fp8, backwards), []
+
+    def watched_forward(*arguments):
+        seen.append(arguments[:3])
+        return forward(*arguments)
+
+    def watched_backward(*arguments):
+        assert arguments[-1] == kernels.AS_INPUTS
+        seen.append(arguments[1:4])
+        return inner(*arguments)
+
+    monkeypatch.setattr(cudnn_fp8, "fp8_attention_forward", watched_forward)
+    monkeypatch.setattr(cudnn_fp8, backwards, watched_backward)
+    steps_of(core_of(case), case, "cpu", 1)
+    assert len(seen) == 2
+    assert all(packed_layout_of(*parts) is not None for parts in seen)
 
 
 def test_a_backward_in_16_bit_is_announced(monkeypatch):
@@ -135,6 +164,7 @@ def test_shapes_without_a_kernel(format):
             *(query, key, value, out, statistics, torch.empty(6, 2), settings, 0.25, 6),
             [None, None],
             [True, True, True],
+            kernels.APART,
         )
     assert out.shape == (5, 2, 4, 32) and out.dtype is torch.uint8
     counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2)}

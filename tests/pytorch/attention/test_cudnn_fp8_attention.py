@@ -17,7 +17,8 @@ from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.kernels import attention_fp8 as kernels
-from transformer_engine.pytorch.kernels.attention import BSHD, SBHD, settings_of
+from transformer_engine.pytorch.kernels.attention import APART, BSHD, SBHD, settings_of
+from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,9 +72,9 @@ def test_kernels(case):
     grad = encode(torch.randn(expected.shape), of_grads, largest / 6)
     found, wanted = amaxes(), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
     needs = (True, True, True)
-    call_args = (scales.cuda(), settings, scale, of_grads, found, needs)
+    call_args = (scales.cuda(), settings, scale, of_grads, found, needs, APART)
     actual = kernels.fp8_attention_backward(grad.cuda(), *on_gpu, out, statistics, *call_args)
-    call_args = (scales, settings, scale, of_grads, wanted, needs)
+    call_args = (scales, settings, scale, of_grads, wanted, needs, APART)
     grads = fake_cudnn_fp8.fp8_attention_backward(grad, *x, out.cpu(), statistics, *call_args)
     for name, got, by_definition in zip(("query", "key", "value"), actual, grads, strict=True):
         assert_values(got, by_definition, of_grads, 0.03, name)
@@ -109,6 +110,16 @@ def test_steps_as_the_unfused_backend(case, backward, monkeypatch):
     fused = steps_of(module, case, "cuda")
     monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
     assert_near(fused, steps_of(twin, case, "cuda"))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.packed], ids=str)
+@pytest.mark.parametrize("backward", ["0", "1"])
+def test_gradients_of_parts_of_one_tensor_are_parts_of_one(case, backward, monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    module, x = core_of(case), tensors_of(case, "cuda")
+    with te.fp8_autocast(fp8_recipe=RECIPE):
+        out = module(*x)
+    assert packed_layout_of(*torch.autograd.grad(out, x, torch.randn_like(out))) is not None
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])

@@ -64,7 +64,7 @@ def fp8_attention_forward(query, key, value, scales, settings, scale, statistics
 
 
 def fp8_attention_backward(grad, query, key, value, out, statistics, *options):
-    scales, settings, scale, format, amaxes, needs = options
+    scales, settings, scale, format, amaxes, needs, _ = options
     assert grad.is_contiguous() and statistics is not None and scales.shape == (6, 2)
     q, k, v = inputs(query, key, value, settings, scales)
     p = weights(q, k, settings, scale)

@@ -23,6 +23,7 @@ class Case:
     window: tuple[int, int] | None = None
     format: Format = Format.HYBRID
     packed: bool = False
+    by_head: bool = False  # packed: query, key and value of each head together
     frozen: bool = False  # keys need no gradient
 
     def __str__(self):
@@ -38,6 +39,7 @@ CASES = [
     Case(),
     Case("no_mask", "sbhd", torch.float16, keys=384),
     Case("causal", "sbhd", groups=1, packed=True),
+    Case("no_mask", packed=True, by_head=True),
     Case("no_mask", groups=2, dtype=torch.float32),
     Case("causal", format=Format.E4M3),
     Case("causal", queries=256, keys=256, window=(40, 0)),
@@ -67,7 +69,9 @@ def tensors_of(case, device):
         return (n, 2) if case.qkv_format == "sbhd" else (2, n)
 
     heads, made = (case.heads, case.groups, case.groups), {"device": device, "dtype": case.dtype}
-    if case.packed:
+    if case.by_head:
+        x = torch.randn(*lead(case.queries), case.heads, 3, case.size, **made).unbind(-2)
+    elif case.packed:
         x = torch.randn(*lead(case.queries), sum(heads), case.size, **made).split(heads, 2)
     else:
         lengths = (case.queries, case.keys, case.keys)

@@ -165,7 +165,7 @@ def attention_backward(
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
         bias = None if bias is None else _aligned(bias, torch.preserve_format)
     inputs = (query, key, value)
-    results, written = _gradients_of(inputs, together, launch)
+    results, written = gradients_of(inputs, together, launch)
     of_bias = torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None
     of_sink = torch.empty_like(sink) if sink is not None and needs_sink else None
     if launch:
@@ -187,10 +187,10 @@ def attention_backward(
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def _gradients_of(
+def gradients_of(
     inputs: tuple[torch.Tensor, ...], together: int, launch: bool
 ) -> tuple[_Gradients, tuple[torch.Tensor, ...]]:
-    """Memory of gradients: what is returned, and what is written."""
+    """Memory of gradients of query, key and value: what is returned, and what is written."""
     if together >= PACKED:
         whole, parts = empty_packed(inputs, together == PACKED_BY_HEAD, launch)
         return (whole, None, None), parts

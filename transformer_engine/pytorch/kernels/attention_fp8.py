@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.attention import empty_statistics
+from transformer_engine.pytorch.kernels.attention import empty_statistics, gradients_of
 from transformer_engine.pytorch.kernels.library import library_op
 
 
@@ -34,7 +34,8 @@ def fp8_attention_forward(
     """`softmax(scale * query key^T) value` over the keys that a query sees.
 
     Args:
-        query: codes `[sequence, batch, heads, size]` or `[batch, sequence, heads, size]`.
+        query: codes `[sequence, batch, heads, size]` or `[batch, sequence, heads, size]`, of any
+            strides but the last one, 1.
         key: likewise, with `groups` heads.
         value: likewise, with `groups` heads and a size of its own.
         scales: see above.
@@ -78,6 +79,7 @@ def fp8_attention_backward(
     format: int,
     amaxes: Sequence[torch.Tensor | None],
     needs: Sequence[bool],
+    together: int,
     *,
     launch: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,9 +97,10 @@ def fp8_attention_backward(
         format: of all gradients, value of `DType`.
         amaxes: fp32 `[1]` each, raised to those of the gradient of the product and of the inputs.
         needs: of query, key and value: whether the amax of its gradient counts.
+        together: where the gradients lie, `APART` or `AS_INPUTS`.
         launch: False gives the shapes alone.
     """
-    gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    _, gradients = gradients_of((query, key, value), together, launch)
     if launch:
         found = scales.new_zeros(4)
         _C.fp8_attention_backward(
@@ -112,7 +115,8 @@ def fp8_attention_backward(
         of_product, *of_inputs = found.split(1)
         counted = [amax for amax, needed in zip(of_inputs, needs, strict=True) if needed]
         _raise((amaxes[0], *[amaxes[1]] * len(counted)), torch.cat([of_product, *counted]))
-    return gradients
+    grad_query, grad_key, grad_value = gradients
+    return grad_query, grad_key, grad_value
 
 
 def _raise(amaxes: Sequence[torch.Tensor | None], found: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -36,6 +37,25 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if layout is None:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
     whole = new_empty(parts[0], layout.shape)
+    return tuple([whole.as_strided(*part) for part in layout.parts])
+
+
+def map_parts(
+    function: Callable[[torch.Tensor], torch.Tensor], parts: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """What `function` makes, element by element, of each of these `[..., heads, size]`.
+
+    Parts that fill one tensor become parts of what it makes of that tensor, others contiguous
+    tensors. `function` takes contiguous ones.
+    """
+    first = parts[0]
+    # Others have no memory: these come where a graph is made.
+    known = type(first) is torch.Tensor and not torch.compiler.is_compiling()
+    layout = packed_layout_of(*parts) if known else None
+    if layout is None:
+        return tuple([function(x.contiguous()) for x in parts])
+    strides = (*first.stride()[:-2], 1)
+    whole = function(first.as_strided(layout.shape, strides, first.storage_offset()))
     return tuple([whole.as_strided(*part) for part in layout.parts])
 
 

@@ -14,8 +14,6 @@ The log-sum-exp is `[batch, heads, queries]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 
 from transformer_engine._env import AttentionVariables
@@ -53,6 +51,7 @@ from transformer_engine.pytorch.capture import is_capturing, memoize
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.kernels.attention import (
     APART,
+    AS_INPUTS,
     NO_SEQUENCES,
     attention_backward,
     attention_refusal,
@@ -64,6 +63,7 @@ from transformer_engine.pytorch.kernels.attention_fp8 import (
 )
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.memory import contiguous
+from transformer_engine.pytorch.kernels.packed import map_parts
 
 # What is cast for the softmax result is at most 1, and is 1 in every row: the scale of the largest
 # weight, which the state follows, would saturate.
@@ -94,7 +94,7 @@ def forward(
     else:
         in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
         out_slot = casts.out
-        query, key, value = (casts.qkv.codes(x)[0] for x in (query, key, value))
+        query, key, value = map_parts(lambda x: casts.qkv.codes(x)[0], (query, key, value))
     scales = _pairs(casts.qkv.scale, softmax_scale, out_slot.scale)
     amaxes = (casts.softmax.amax, out_slot.amax)
     codes, statistics = fp8_attention_forward(
@@ -129,7 +129,7 @@ def _gradients_in_fp8(
     scales = torch.cat((scales, _pairs(out_slot.scale, product_slot.scale, inputs_slot.scale)))
     format = out_slot.format
     assert format is not None
-    results = fp8_attention_backward(
+    codes = fp8_attention_backward(
         out_slot.codes(grad)[0],
         query,
         key,
@@ -142,29 +142,32 @@ def _gradients_in_fp8(
         format,
         (product_slot.amax, inputs_slot.amax),
         needs[:3],
+        _place_of_gradients(),
     )
-    found = needs.pick(*results)
-    return Gradients(
-        *[x if x is None else dequantize(x, format, scales[5], grad.dtype) for x in found]
-    )
+    return needs.pick(*map_parts(lambda x: dequantize(x, format, scales[5], grad.dtype), codes))
 
 
-def _sixteen_bit_values(grad: torch.Tensor, saved: Saved) -> Iterator[torch.Tensor]:
-    *codes, scales = saved.tensors
-    pairs = (scales[0], scales[0], scales[0], scales[2])
-    for x, pair in zip(codes, pairs, strict=True):
-        yield dequantize(x, E4M3, pair, sixteen_bit(grad.dtype))
+def _place_of_gradients() -> int:
+    """Operators of compiled code return no parts of one tensor."""
+    return APART if torch.compiler.is_compiling() else AS_INPUTS
+
+
+def _sixteen_bit_values(grad: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...]:
+    query, key, value, out, scales = saved.tensors
+    dtype = sixteen_bit(grad.dtype)
+    inputs = map_parts(lambda x: dequantize(x, E4M3, scales[0], dtype), (query, key, value))
+    return *inputs, dequantize(out, E4M3, scales[2], dtype)
 
 
 def _gradients_in_16_bit(
-    grad: torch.Tensor, tensors: Iterable[torch.Tensor], saved: Saved, call: Call, needs: Needs
+    grad: torch.Tensor, tensors: tuple[torch.Tensor, ...], saved: Saved, call: Call, needs: Needs
 ) -> Gradients:
     query, key, value, out = tensors
     settings, _ = saved.facts
     assert saved.log_sum_exp is not None
     own = (grad.contiguous().to(query.dtype), query, key, value, out, saved.log_sum_exp)
-    no_extras = (None, None, None, False, False)
-    results = attention_backward(*own, settings, call.scale, 0.0, NO_SEQUENCES, *no_extras, APART)
+    no_extras, place = (None, None, None, False, False), _place_of_gradients()
+    results = attention_backward(*own, settings, call.scale, 0.0, NO_SEQUENCES, *no_extras, place)
     found = needs.pick(*results[:3])
     return Gradients(*[x if x is None else x.to(grad.dtype) for x in found])
 

@@ -1,0 +1,37 @@
+"""Parts of one tensor: what is computed of them in one call."""
+
+import pytest
+import torch
+
+from transformer_engine.pytorch.kernels.packed import map_parts, packed_layout_of
+
+# Queries, keys and values by features, and by head; with another number of heads.
+WAYS = [
+    lambda x: x.view(5, 3, 3, 4, 8).unbind(-3),
+    lambda x: x.view(5, 3, 4, 3, 8).unbind(-2),
+    lambda x: x.view(5, 3, 12, 8).split((8, 2, 2), -2),
+]
+
+
+@pytest.mark.parametrize("taken_apart", WAYS)
+def test_parts_are_mapped_together(taken_apart):
+    calls, x = [], torch.randn(10 + 5 * 3 * 96)[10:]
+
+    def double(t):
+        calls.append(t.shape)
+        assert t.is_contiguous()
+        return (2 * t).double()
+
+    parts = taken_apart(x.view(5, 3, 96))
+    made = map_parts(double, parts)
+    assert calls == [(5, 3, 96)] and packed_layout_of(*made) is not None
+    for got, part in zip(made, parts, strict=True):
+        assert torch.equal(got, (2 * part).double())
+
+
+def test_others_one_by_one():
+    x = torch.randn(5, 3, 3, 4, 8)
+    query, key, value = x.unbind(2)
+    for parts in [(key, query, value), (query, key, value.clone()), (query, key.mT, value)]:
+        for got, part in zip(map_parts(torch.neg, parts), parts, strict=True):
+            assert torch.equal(got, -part) and got.is_contiguous()
