@@ -201,7 +201,9 @@ def fp8_attention_backward(
     settings: Sequence[int],
     scale: float,
     results: Sequence[Tensor | None],
-    fp8: Sequence[Tensor | None],
+    pairs: Tensor | None,
+    scales: Sequence[Tensor | None],
+    amaxes: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
     format: int,
 ) -> None: ...
@@ -210,7 +212,9 @@ def fp8_attention_forward(
     settings: Sequence[int],
     scale: float,
     results: Sequence[Tensor | None],
-    fp8: Sequence[Tensor | None],
+    pairs: Tensor | None,
+    scales: Sequence[Tensor | None],
+    amaxes: Sequence[Tensor | None],
 ) -> None: ...
 def fp8_attention_refusal(
     sizes: Sequence[Sequence[int]],

@@ -1,6 +1,7 @@
 // Bindings of attention.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <optional>
@@ -102,37 +103,46 @@ void attention_backward_into(const Inputs& inputs, const Settings& settings, flo
   run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &grads);
 }
 
-using Fp8 = std::array<TensorView, 2>;  // scales, amax
+using Views = std::vector<TensorView>;
 
 // Codes travel as bytes: query, key, value and the result are E4M3.
 AttentionArgs fp8_arguments(const Inputs& inputs, const Settings& settings, float scale,
-                            const Results& results, const Fp8& fp8) {
+                            const Results& results, const TensorView& pairs, const Views& scales,
+                            const Views& amaxes) {
   const auto codes = [](const TensorView& t) { return with_format(t, DType::Float8E4M3); };
   AttentionArgs args = arguments({codes(inputs[0]), codes(inputs[1]), codes(inputs[2])}, settings,
                                  {scale, 0.0f}, {}, {}, {codes(results[0]), results[1]});
-  args.fp8 = {.scales = fp8[0], .amax = fp8[1]};
+  AttentionFp8& fp8 = args.fp8;
+  require(scales.size() <= fp8.scales.size() && amaxes.size() <= fp8.amaxes.size(), Kind::Value,
+          "attention", "expected up to ", fp8.scales.size(), " scales and ", fp8.amaxes.size(),
+          " amaxes, got ", scales.size(), " and ", amaxes.size());
+  std::ranges::copy(scales, fp8.scales.begin());
+  std::ranges::copy(amaxes, fp8.amaxes.begin());
+  fp8.pairs = pairs;
   return args;
 }
 
 void fp8_attention_forward_into(const Inputs& inputs, const Settings& settings, float scale,
-                                const Results& results, const Fp8& fp8) {
-  run(fp8_arguments(inputs, settings, scale, results, fp8), nullptr);
+                                const Results& results, const TensorView& pairs,
+                                const Views& scales, const Views& amaxes) {
+  run(fp8_arguments(inputs, settings, scale, results, pairs, scales, amaxes), nullptr);
 }
 
 // `gradients`: of the result; then, written, of query, key and value; codes of `format`.
 void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
-                                 const Results& results, const Fp8& fp8,
+                                 const Results& results, const TensorView& pairs,
+                                 const Views& scales, const Views& amaxes,
                                  const std::array<TensorView, 4>& gradients, int format) {
   const auto codes = [&](int i) {
     return with_format(gradients[static_cast<size_t>(i)], static_cast<DType>(format));
   };
-  const AttentionGradients grads{.out = codes(0),
+  const AttentionGradients grads{.out = with_heads(codes(0), inputs[0]),
                                  .query = codes(1),
                                  .key = codes(2),
                                  .value = codes(3),
                                  .bias = {},
                                  .sink = {}};
-  run(fp8_arguments(inputs, settings, scale, results, fp8), &grads);
+  run(fp8_arguments(inputs, settings, scale, results, pairs, scales, amaxes), &grads);
 }
 
 // A contiguous tensor that has no memory.
@@ -190,7 +200,7 @@ std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Set
   const TensorView statistics =
       imagined(with_statistics ? Sizes{1} : Sizes{}, DType::Float32, device);
   AttentionArgs args = arguments(inputs, settings, {1.0f, 0.0f}, {}, {}, {of(out), statistics});
-  args.fp8.scales = imagined({6, 2}, DType::Float32, device);
+  args.fp8.pairs = imagined({AttentionFp8::room(true)}, DType::Float32, device);
   std::string reason = cuda::attention_refusal(args, nullptr);
   if (!reason.empty() || !format) return reason;
   const auto codes = [&](const TensorView& t) {
@@ -218,9 +228,10 @@ void bind_attention(py::module_& m) {
         arg("dropout"), arg("padded"), arg("bias"), arg("bias_grad"), arg("sink"), arg("sink_grad"),
         arg("training"));
   m.def("fp8_attention_forward", recordable<&fp8_attention_forward_into>, arg("inputs"),
-        arg("settings"), arg("scale"), arg("results"), arg("fp8"));
+        arg("settings"), arg("scale"), arg("results"), arg("pairs"), arg("scales"), arg("amaxes"));
   m.def("fp8_attention_backward", recordable<&fp8_attention_backward_into>, arg("inputs"),
-        arg("settings"), arg("scale"), arg("results"), arg("fp8"), arg("gradients"), arg("format"));
+        arg("settings"), arg("scale"), arg("results"), arg("pairs"), arg("scales"), arg("amaxes"),
+        arg("gradients"), arg("format"));
   m.def("fp8_attention_refusal", &fp8_refusal, arg("sizes"), arg("device"), arg("settings"),
         arg("statistics"), arg("format"));
   m.def("attention_graph_count", &cuda::attention_graph_count);

@@ -6,6 +6,7 @@
 
 #include "cuda/attention_graph.h"
 #include "cuda/attention_rows.h"
+#include "cuda/attention_scales.h"
 #include "cuda/launch.h"
 
 namespace te::cuda {
@@ -128,22 +129,22 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
   write_offsets(p, stream);
 }
 
-// Scales and amaxes of FP8; `scales` and `amax` as in AttentionFp8.
+// Scales and amaxes of FP8.
 void add_fp8(AttentionPointers& pointers, const AttentionFp8& fp8, bool backward) {
   if (!fp8) return;
-  float* const scales = fp8.scales.ptr<float>();
-  float* const amax = fp8.amax.ptr<float>();
-  const auto descale = [&](int row) { return scales + 2 * row; };
-  const auto scale = [&](int row) { return scales + 2 * row + 1; };
+  float* const pairs = fp8.pairs.ptr<float>();
+  const auto descale = [&](int row) { return pairs + 2 * row; };
+  const auto scale = [&](int row) { return pairs + 2 * row + 1; };
   for (const Slot slot : {Slot::DescaleQuery, Slot::DescaleKey, Slot::DescaleValue})
     at(pointers, slot) = descale(0);
   at(pointers, Slot::DescaleSoftmax) = descale(1);
   at(pointers, Slot::ScaleSoftmax) = scale(1);
   at(pointers, Slot::DescaleOut) = descale(2);
   at(pointers, Slot::ScaleOut) = scale(2);
+  float* const amaxes = amaxes_of(fp8, backward);
   if (!backward) {
-    at(pointers, Slot::AmaxSoftmax) = amax;
-    at(pointers, Slot::AmaxOut) = amax + 1;
+    at(pointers, Slot::AmaxSoftmax) = amaxes;
+    at(pointers, Slot::AmaxOut) = amaxes + 1;
     return;
   }
   at(pointers, Slot::DescaleGradOut) = descale(3);
@@ -151,10 +152,10 @@ void add_fp8(AttentionPointers& pointers, const AttentionFp8& fp8, bool backward
   at(pointers, Slot::ScaleGradProduct) = scale(4);
   for (const Slot slot : {Slot::ScaleGradQuery, Slot::ScaleGradKey, Slot::ScaleGradValue})
     at(pointers, slot) = scale(5);
-  at(pointers, Slot::AmaxGradProduct) = amax;
-  at(pointers, Slot::AmaxGradQuery) = amax + 1;
-  at(pointers, Slot::AmaxGradKey) = amax + 2;
-  at(pointers, Slot::AmaxGradValue) = amax + 3;
+  at(pointers, Slot::AmaxGradProduct) = amaxes;
+  at(pointers, Slot::AmaxGradQuery) = amaxes + 1;
+  at(pointers, Slot::AmaxGradKey) = amaxes + 2;
+  at(pointers, Slot::AmaxGradValue) = amaxes + 3;
 }
 
 AttentionPointers pointers_of(const AttentionArgs& args, const AttentionGradients* gradients) {
@@ -216,12 +217,15 @@ void attention(const AttentionArgs& args, const AttentionGradients* gradients,
   const AttentionKey key(args, gradients);
   const Layout layout(key);
   AttentionPointers pointers = pointers_of(args, gradients);
+  const bool backward = gradients != nullptr;
   layout.write(args, pointers, workspace.data, stream_of(stream));
+  if (args.fp8) write_pairs(args.fp8, backward, stream_of(stream));
   void* scratch = static_cast<char*>(workspace.data) + layout.bytes();
   plans().with(key, [&](const AttentionPlan& plan) {
     plans().built(plan, stream).run(pointers, scratch, stream_of(stream));
   });
   if (key.padded) clear_rows(args, written_rows(args, gradients), stream_of(stream));
+  if (args.fp8) raise_amaxes(args.fp8, backward, stream_of(stream));
 }
 
 }  // namespace te::cuda

@@ -12,6 +12,7 @@
 // There is no CPU backend: the unfused path of the Python package is the definition.
 #pragma once
 
+#include <array>
 #include <string>
 
 #include "core/tensor_view.h"
@@ -42,16 +43,28 @@ struct AttentionSettings {
   bool deterministic = false;
 };
 
-// Scales of FP8 and what becomes of the next ones. Absent: 16 bit.
+// Scales of FP8, and amaxes for the next ones. Absent: 16 bit. In the forward they are those of the
+// inputs, of the softmax result and of the result; in the backward, these and then those of the
+// gradients of the result, of the product of query and key, and of the inputs.
 struct AttentionFp8 {
-  // fp32 [3, 2], pairs {1 / scale, scale}: inputs, softmax result, result; in the backward [6, 2]:
-  // then those of the gradients of the result, of the product of query and key, of the inputs.
-  TensorView scales;
-  // fp32, written, max |x|: [2], softmax result, result; in the backward [4], gradients of the
-  // product, of query, of key, of value.
-  TensorView amax;
+  static constexpr int kScales = 3, kAllScales = 6;   // in the forward, in the backward
+  static constexpr int kAmaxes = 2, kGradAmaxes = 4;  // likewise
+  // cuDNN casts exp(score - largest score so far), which is at most 1, and 1 in every row. The
+  // scale of the largest weight would saturate it.
+  static constexpr float kSoftmaxScale = 448.0f;
 
-  explicit operator bool() const { return static_cast<bool>(scales); }
+  // fp32 [1] each. That of the softmax result may be absent: kSoftmaxScale.
+  std::array<TensorView, kAllScales> scales;
+  // fp32 [1] each, raised, or absent. Forward: of the softmax result, of the result. Backward: of
+  // the gradients of the product, of query, of key and of value.
+  std::array<TensorView, kGradAmaxes> amaxes;
+  // fp32, written: a pair {1 / scale, scale} for each scale, then the amaxes of this call.
+  TensorView pairs;
+
+  static constexpr int64_t room(bool backward) {
+    return backward ? 2 * kAllScales + kGradAmaxes : 2 * kScales + kAmaxes;
+  }
+  explicit operator bool() const { return static_cast<bool>(pairs); }
 };
 
 struct AttentionArgs {

@@ -157,16 +157,17 @@ def test_shapes_without_a_kernel(format):
             torch.empty(5, 2, heads, size, dtype=torch.uint8)
             for heads, size in ((4, 16), (2, 16), (2, 32))
         )
-        refused = (query, key, value, torch.empty(3, 2), settings, 0.25)
-        out, statistics = torch.ops.te.fp8_attention_forward(*refused, True, [None, None])
-        grads = torch.ops.te.fp8_attention_backward(
+        scales = [torch.empty(1) for _ in range(3)]
+        refused = (query, key, value, scales, settings, 0.25)
+        out, statistics, pairs = torch.ops.te.fp8_attention_forward(*refused, True, [None, None])
+        *grads, pair = torch.ops.te.fp8_attention_backward(
             torch.empty_like(out),
-            *(query, key, value, out, statistics, torch.empty(6, 2), settings, 0.25, 6),
-            [None, None],
-            [True, True, True],
+            *(query, key, value, out, statistics, pairs, scales, settings, 0.25, 6),
+            [None] * 4,
             kernels.APART,
         )
-    assert out.shape == (5, 2, 4, 32) and out.dtype is torch.uint8
+    assert out.shape == (5, 2, 128) and out.dtype is torch.uint8
+    assert pair.shape == (2,)
     counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2)}
     assert statistics.shape == counts[format]
     assert [g.shape for g in grads] == [x.shape for x in (query, key, value)]

@@ -8,6 +8,7 @@ from cases import fake_cudnn_fp8
 from cases.fp8_steps import CASES, RUNS, Case, assert_near, core_of, steps_of, tensors_of
 from checkpoint_helpers import MODES
 from fp8_reference import E4M3, E5M2, decode, encode
+from recordings import all_recorded, segments_of
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
@@ -33,13 +34,12 @@ def _cudnn_alone(monkeypatch):
     monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
 
 
-def pairs(*scales):
-    scale = torch.tensor(scales)
-    return torch.stack((1 / scale, scale), 1)
+def scales_of(*scales, device="cuda"):
+    return [torch.tensor([scale], device=device) for scale in scales]
 
 
-def amaxes():
-    return [torch.zeros(1, device="cuda") for _ in range(2)]
+def amaxes(count=2):
+    return [torch.zeros(1, device="cuda") for _ in range(count)]
 
 
 def assert_values(codes, expected, format, bound, name):
@@ -54,28 +54,35 @@ def test_kernels(case):
     of_grads = E5M2 if case.format is Format.HYBRID else E4M3
     window = (case.window[0] if case.window else -1, 0 if case.mask_type == "causal" else -1)
     settings = settings_of(SBHD if case.qkv_format == "sbhd" else BSHD, window)
-    scale, scales = case.size**-0.5, pairs(70.0, 300.0, 90.0)
+    scale, scales = case.size**-0.5, (70.0, 300.0, 90.0)
     x = [encode(t.detach().cpu(), E4M3, 70.0) for t in tensors_of(case, "cpu")]
     on_gpu = [t.cuda() for t in x]
     found, wanted = amaxes(), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
-    out, statistics = kernels.fp8_attention_forward(
-        *on_gpu, scales.cuda(), settings, scale, True, found
+    out, statistics, pairs = kernels.fp8_attention_forward(
+        *on_gpu, scales_of(*scales), settings, scale, True, found
     )
-    expected, _ = fake_cudnn_fp8.fp8_attention_forward(*x, scales, settings, scale, True, wanted)
+    expected, _, expected_pairs = fake_cudnn_fp8.fp8_attention_forward(
+        *x, scales, settings, scale, True, wanted
+    )
+    assert_bitwise(pairs[: kernels.FORWARD_SCALES].cpu(), expected_pairs)
     assert_values(out, expected, E4M3, 0.02, "out")
     for got, amax in zip(found, wanted, strict=True):
         assert got.item() == pytest.approx(amax.item(), rel=0.02)
     if not case.has_backward:
         return
     largest = 57344.0 if of_grads == E5M2 else 448.0
-    scales = torch.cat((scales, pairs(largest / 6, largest / 8, largest / 16)))
+    scales = (largest / 6, largest / 8, largest / 16)
     grad = encode(torch.randn(expected.shape), of_grads, largest / 6)
-    found, wanted = amaxes(), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
-    needs = (True, True, True)
-    call_args = (scales.cuda(), settings, scale, of_grads, found, needs, APART)
-    actual = kernels.fp8_attention_backward(grad.cuda(), *on_gpu, out, statistics, *call_args)
-    call_args = (scales, settings, scale, of_grads, wanted, needs, APART)
-    grads = fake_cudnn_fp8.fp8_attention_backward(grad, *x, out.cpu(), statistics, *call_args)
+    found, wanted = amaxes(4), [torch.zeros(1, dtype=torch.float64) for _ in range(4)]
+    call_args = (pairs, scales_of(*scales), settings, scale, of_grads, found, APART)
+    *actual, pair = kernels.fp8_attention_backward(
+        grad.cuda(), *on_gpu, out, statistics, *call_args
+    )
+    call_args = (expected_pairs, scales, settings, scale, of_grads, wanted, APART)
+    *grads, expected_pair = fake_cudnn_fp8.fp8_attention_backward(
+        grad, *x, out.cpu(), statistics, *call_args
+    )
+    assert_bitwise(pair.cpu(), expected_pair)
     for name, got, by_definition in zip(("query", "key", "value"), actual, grads, strict=True):
         assert_values(got, by_definition, of_grads, 0.03, name)
     for got, amax in zip(found, wanted, strict=True):
@@ -85,7 +92,7 @@ def test_kernels(case):
 @pytest.mark.parametrize("last", [-3.6, 0.5, 3.6, 14.0])
 def test_nothing_saturates_where_scores_grow(last):
     """Scores go from `-last` to `last` along the keys, so that the largest one so far grows."""
-    scales, scale, n = pairs(70.0, 448.0, 800.0), 128**-0.5, 1024
+    scales, scale, n = (70.0, None, 800.0), 128**-0.5, 1024
     query, key, value = (0.5 * torch.randn(1, n, 2, 128) for _ in range(3))
     query[..., :4], key[..., :4] = (
         6.0,
@@ -93,12 +100,13 @@ def test_nothing_saturates_where_scores_grow(last):
     )
     x = [encode(t, E4M3, 70.0) for t in (query, key, value)]
     settings = settings_of(BSHD)
-    out, _ = kernels.fp8_attention_forward(
-        *(t.cuda() for t in x), scales.cuda(), settings, scale, False, amaxes()
+    taken = [None if one is None else torch.tensor([one], device="cuda") for one in scales]
+    out, _, _ = kernels.fp8_attention_forward(
+        *(t.cuda() for t in x), taken, settings, scale, False, amaxes()
     )
-    q, k, v = fake_cudnn_fp8.inputs(*x, settings, scales)
+    q, k, v = fake_cudnn_fp8.inputs(*x, settings, fake_cudnn_fp8.pairs_of(*scales))
     exact = fake_cudnn_fp8.weights(q, k, settings, scale) @ v
-    found = decode(out.cpu(), E4M3).double().transpose(1, 2) / 800
+    found = decode(out.cpu(), E4M3).double().unflatten(-1, (-1, 128)).transpose(1, 2) / 800
     assert (found - exact).norm() < 0.05 * exact.norm()
 
 
@@ -131,6 +139,63 @@ def test_inference(size, monkeypatch):
     with torch.no_grad(), te.fp8_autocast(fp8_recipe=RECIPE):
         fused = module(*x)
     assert (fused - plain).norm() < 0.08 * plain.norm()
+
+
+@pytest.fixture
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _stage_by_stage(monkeypatch):
+    backend = cudnn_fp8.BACKEND._replace(recordable=lambda call: False)
+    monkeypatch.setattr(core, "choose", lambda *call: backend)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("backward", ["0", "1"])
+def test_recorded(backward, monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    case = Case()
+    module = core_of(case)
+    twin = copy.deepcopy(module)
+    recorded = steps_of(module, case, "cuda")
+    assert all_recorded(module._core)
+    _stage_by_stage(monkeypatch)
+    for got, wanted in zip(recorded, steps_of(twin, case, "cuda"), strict=True):
+        assert_bitwise(got, wanted)
+
+
+def _layer_steps(layer):
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with te.fp8_autocast(fp8_recipe=RECIPE):
+            out = layer(x)
+        out.backward(torch.randn_like(out))
+        found += [out.detach(), x.grad]
+    states = [s for m in layer.modules() for s in getattr(m, "scaling", {}).values()]
+    return [*found, *[t.clone() for s in states for t in (s.scale, s.amax_history)]]
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_layer_is_recorded_as_a_whole(monkeypatch):
+    options = {"fuse_qkv_params": True, "params_dtype": torch.bfloat16}
+    layer = te.TransformerLayer(
+        *(256, 512, 2),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attn_input_format="bshd",
+        **options,
+    )
+    twin = copy.deepcopy(layer)
+    recorded = _layer_steps(layer)
+    assert all_recorded(layer) and all(one.recordable for one in segments_of(layer))
+    _stage_by_stage(monkeypatch)
+    for got, wanted in zip(recorded, _layer_steps(twin), strict=True):
+        assert_bitwise(got, wanted)
 
 
 def test_a_call_of_known_shapes_builds_no_graph():

@@ -109,6 +109,18 @@ def test_every_layer_of_a_step_is_updated(device):
     assert layer.state_dict()["self_attention.core_attention._extra_state"].numel() > 0
 
 
+def test_a_layer_as_one_node(device):
+    """Its parts make the same results, gradients, scales and amaxes one by one."""
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+    layer = te.TransformerLayer(64, 128, HEADS, **options)
+    twin = copy.deepcopy(layer)
+    twin.self_attention.proj.register_forward_hook(lambda *call: None)
+    expected = steps_of(twin, device)
+    assert_all_bitwise(steps_of(layer, device), expected)
+    assert layer._fused and not any(one._plans for one in twin._fused.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("alone", [True, False])
 def test_captured_in_a_graph(alone):

@@ -50,22 +50,30 @@ def inputs(query, key, value, settings, scales):
     ]
 
 
+def pairs_of(*scales):
+    found = torch.tensor([448.0 if scale is None else float(scale) for scale in scales])
+    return torch.stack((found.reciprocal(), found), 1)
+
+
 def fp8_attention_forward(query, key, value, scales, settings, scale, statistics, amaxes):
-    q, k, v = inputs(query, key, value, settings, scales)
+    pairs = pairs_of(*scales)
+    q, k, v = inputs(query, key, value, settings, pairs)
     p = weights(q, k, settings, scale)
     # What is cast is relative to the largest weight so far, of 256 keys after another.
     parts = p.split(256, -1)
     so_far = torch.stack([x.amax(-1, keepdim=True) for x in parts]).cummax(0).values.clamp(1e-300)
-    cast = [rounded(x / y, scales[1]) * y for x, y in zip(parts, so_far, strict=True)]
+    cast = [rounded(x / y, pairs[1]) * y for x, y in zip(parts, so_far, strict=True)]
     out = torch.cat(cast, -1) @ v
     raise_all(amaxes, (p, out))
-    found = encode(back(out, settings), E4M3, scales[2][1])
-    return found, scores(q, k, settings, scale).logsumexp(-1) if statistics else None
+    found = encode(back(out, settings), E4M3, pairs[2][1]).flatten(-2)
+    return found, scores(q, k, settings, scale).logsumexp(-1) if statistics else None, pairs
 
 
 def fp8_attention_backward(grad, query, key, value, out, statistics, *options):
-    scales, settings, scale, format, amaxes, needs, _ = options
-    assert grad.is_contiguous() and statistics is not None and scales.shape == (6, 2)
+    pairs, scales, settings, scale, format, amaxes, _ = options
+    assert grad.is_contiguous() and statistics is not None and len(scales) == 3
+    scales = torch.cat((pairs, pairs_of(*scales)))
+    grad, out = (x.unflatten(-1, (-1, value.shape[-1])) for x in (grad, out))
     q, k, v = inputs(query, key, value, settings, scales)
     p = weights(q, k, settings, scale)
     g = heads_first(taken(grad, scales[3], format), settings)
@@ -74,9 +82,8 @@ def fp8_attention_backward(grad, query, key, value, out, statistics, *options):
     r, groups = rounded(product, scales[4], format), key.shape[2]
     p8 = rounded(p, scales[1])
     found = [r @ k, of_groups(r.mT @ q, groups), of_groups(p8.mT @ g, groups)]
-    counted = [x for x, needed in zip(found, needs, strict=True) if needed]
-    raise_all((amaxes[0], *[amaxes[1]] * len(counted)), (product, *counted))
-    return [encode(back(x, settings), format, scales[5][1]) for x in found]
+    raise_all(amaxes, (product, *found))
+    return *(encode(back(x, settings), format, scales[5][1]) for x in found), scales[5]
 
 
 def of_groups(x, groups):
@@ -87,6 +94,7 @@ def attention_backward(grad, query, key, value, out, statistics, settings, scale
     """In 16 bit, as `kernels/attention.py` says."""
     assert grad.is_contiguous() and statistics is not None
     dtype, groups = query.dtype, key.shape[2]
+    grad, out = (x.unflatten(-1, (-1, value.shape[-1])) for x in (grad, out))
     assert all(x.dtype is dtype is not torch.float32 for x in (grad, key, value, out))
     per_group = query.shape[2] // groups
     q, k, v, g, o = (

@@ -63,7 +63,7 @@ class CoreAttention(Part):
         fixed = repeatable(environment())
         options = Options(backend, call.settings(), same_ends, same_starts, fixed)
         parameters = (*tensors, None)
-        if call.casts is None:
+        if call.casts is None or call.casts.of_state:
             return self.planned(values, parameters, options, needs)
         return self._prepared(values.like.dtype, needs, options), parameters  # scales of this call
 

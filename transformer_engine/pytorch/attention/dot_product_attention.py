@@ -36,6 +36,7 @@ from transformer_engine.pytorch.attention.core.casts import (
     GEMMS,
     Casts,
     asks,
+    casts_in_scope,
     casts_of,
     wants_fp8,
 )
@@ -300,10 +301,14 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
         """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`.
 
         Arguments are those of `forward`. None for those that more than a stage is needed for (a
-        cache of keys and values), and in FP8.
+        cache of keys and values), and for FP8 in compiled code.
         """
-        more = self.return_max_logit or not _OF_MORE.isdisjoint(arguments)
-        if more or asks(autocast_stack().scope, self.name):
+        more, casts = self.return_max_logit or not _OF_MORE.isdisjoint(arguments), None
+        if not more and asks(autocast_stack().scope, self.name):
+            more = torch.compiler.is_compiling()
+            if not more:
+                casts = casts_in_scope(self, any(values.needs), values.like.device)
+        if more:
             return None
         own = arguments_of(self, attention_mask, **arguments)
         if torch.compiler.is_compiling() and (own.checkpoint or self._drops()):
@@ -313,7 +318,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             (self.local_heads, self.local_groups),
             (self.key_channels, self.value_channels),
         )
-        call = self._call(shapes, values.like.device, own)
+        call = self._call(shapes, values.like.device, own, casts=casts)
         if torch.compiler.is_compiling():
             fixed = call._replace(scale=self._constant_scale())
             if call.scale != fixed.scale:

@@ -1,8 +1,7 @@
 """Fused attention in FP8 on CUDA: graphs of cuDNN. `csrc/ops/attention.h` is the contract.
 
-`settings` as in `kernels/attention.py`. `scales` is fp32 `[3, 2]` = {1/scale, scale} of inputs,
-softmax result and result, all E4M3; for the backward `[6, 2]`, followed by those of the gradients
-of the result, of the product of query and key, and of the inputs.
+`settings` as in `kernels/attention.py`. `pairs` is fp32 `[rows, 2]`, of the forward and of the
+backward: a row {1/scale, scale} for each of its scales, then the amaxes that cuDNN found.
 
 There is no CPU kernel: `attention/backends/unfused_fp8.py` is the definition.
 """
@@ -16,6 +15,10 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.attention import empty_statistics, gradients_of
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
+
+FORWARD_SCALES = 3
+_FORWARD_ROWS, _BACKWARD_ROWS = 4, 8  # of `pairs`
 
 
 @library_op()
@@ -23,22 +26,23 @@ def fp8_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scales: torch.Tensor,
+    scales: Sequence[torch.Tensor | None],
     settings: tuple[int, ...],
     scale: float,
     statistics: bool,
     amaxes: Sequence[torch.Tensor | None],
     *,
     launch: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """`softmax(scale * query key^T) value` over the keys that a query sees.
 
     Args:
-        query: codes `[sequence, batch, heads, size]` or `[batch, sequence, heads, size]`, of any
-            strides but the last one, 1.
+        query: codes `[sequence, batch, heads, size]` or `[batch, sequence, heads, size]`, E4M3, of
+            any strides but the last one, 1.
         key: likewise, with `groups` heads.
         value: likewise, with `groups` heads and a size of its own.
-        scales: see above.
+        scales: fp32 `[1]` each, of inputs, softmax result and result; None for the second one is
+            the scale that saturates no weight.
         settings: see above.
         scale: factor on the scores.
         statistics: whether a backward will follow.
@@ -47,22 +51,18 @@ def fp8_attention_forward(
         launch: False gives the shapes alone.
 
     Returns:
-        Codes of the result, `[..., heads, size of value]`, and fp32 statistics of the softmax,
-        `[batch, heads, queries]`; None where not asked for.
+        Codes of the result, `[..., heads * size of value]`, E4M3; fp32 statistics of the softmax,
+        `[batch, heads, queries]`, None where not asked for; and `pairs`.
     """
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    *lead, heads, _ = query.shape
+    out = new_empty(query, (*lead, heads * value.shape[-1]))
     statistics_out = empty_statistics(query, settings[0]) if statistics else None
+    pairs = new_empty(query, (_FORWARD_ROWS, 2), torch.float32)
     if launch:
-        found = scales.new_zeros(2)
         _C.fp8_attention_forward(
-            (query, key, value),
-            settings,
-            scale,
-            (out, statistics_out),
-            (scales, found),
+            (query, key, value), settings, scale, (out, statistics_out), pairs, scales, amaxes
         )
-        _raise(amaxes, found)
-    return out, statistics_out
+    return out, statistics_out, pairs
 
 
 @library_op()
@@ -73,17 +73,17 @@ def fp8_attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     statistics: torch.Tensor,
-    scales: torch.Tensor,
+    pairs: torch.Tensor,
+    scales: Sequence[torch.Tensor],
     settings: tuple[int, ...],
     scale: float,
     format: int,
     amaxes: Sequence[torch.Tensor | None],
-    needs: Sequence[bool],
     together: int,
     *,
     launch: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of the gradients of query, key and value; arguments not listed are the forward's.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; arguments not listed are the forward's.
 
     Args:
         grad: codes of the gradient of the result, contiguous.
@@ -92,37 +92,36 @@ def fp8_attention_backward(
         value: the forward's.
         out: what the forward returned.
         statistics: what the forward returned.
-        scales: see above.
+        pairs: what the forward returned.
+        scales: fp32 `[1]` each, of the gradients of the result, of the product of query and key,
+            and of the inputs.
         settings: the forward's; `deterministic` is read here alone.
         format: of all gradients, value of `DType`.
-        amaxes: fp32 `[1]` each, raised to those of the gradient of the product and of the inputs.
-        needs: of query, key and value: whether the amax of its gradient counts.
+        amaxes: fp32 `[1]` each, raised to those of the gradients of the product, of query, of key
+            and of value; None where nobody asks.
         together: where the gradients lie, `APART` or `AS_INPUTS`.
         launch: False gives the shapes alone.
+
+    Returns:
+        Their codes; and fp32 `[2]` = {1/scale, scale} of them.
     """
     _, gradients = gradients_of((query, key, value), together, launch)
+    all_pairs = new_empty(query, (_BACKWARD_ROWS, 2), torch.float32)
     if launch:
-        found = scales.new_zeros(4)
+        forward_scales = [pairs[i, 1:] for i in range(FORWARD_SCALES)]
         _C.fp8_attention_backward(
             (query, key, value),
             settings,
             scale,
             (out, statistics),
-            (scales, found),
+            all_pairs,
+            [*forward_scales, *scales],
+            amaxes,
             (grad, *gradients),
             format,
         )
-        of_product, *of_inputs = found.split(1)
-        counted = [amax for amax, needed in zip(of_inputs, needs, strict=True) if needed]
-        _raise((amaxes[0], *[amaxes[1]] * len(counted)), torch.cat([of_product, *counted]))
     grad_query, grad_key, grad_value = gradients
-    return grad_query, grad_key, grad_value
-
-
-def _raise(amaxes: Sequence[torch.Tensor | None], found: torch.Tensor) -> None:
-    for amax, new in zip(amaxes, found.split(1), strict=True):
-        if amax is not None:
-            torch.fmax(amax, new, out=amax)  # a NaN does not count
+    return grad_query, grad_key, grad_value, all_pairs[-3]
 
 
 def fp8_attention_refusal(

@@ -14,6 +14,8 @@ The log-sum-exp is `[batch, heads, queries]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from transformer_engine._env import AttentionVariables
@@ -65,16 +67,6 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.memory import contiguous
 from transformer_engine.pytorch.kernels.packed import map_parts
 
-# What is cast for the softmax result is at most 1, and is 1 in every row: the scale of the largest
-# weight, which the state follows, would saturate.
-_SOFTMAX_SCALE = 448.0
-
-
-def _pairs(*scales: torch.Tensor) -> torch.Tensor:
-    """fp32 `[scales, 2]` = {1/scale, scale}."""
-    scale = torch.cat(scales)
-    return torch.stack((scale.reciprocal(), scale), dim=1)
-
 
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
@@ -87,23 +79,21 @@ def forward(
     training = any(needs)
     deterministic = training and repeatable(environment())
     settings = settings_for(call.shape, False, False, deterministic, (0, 0))
-    softmax_scale = casts.softmax.scale.new_full((1,), _SOFTMAX_SCALE)
     if call.part:
         dtype, in_fp8, out_slot = casts.dtype, False, casts.qkv._replace(amax=None)
         query, key, value = (x.contiguous() for x in (query, key, value))
     else:
-        in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
+        in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, casts.backward_in_fp8)
         out_slot = casts.out
         query, key, value = map_parts(lambda x: casts.qkv.codes(x)[0], (query, key, value))
-    scales = _pairs(casts.qkv.scale, softmax_scale, out_slot.scale)
-    amaxes = (casts.softmax.amax, out_slot.amax)
-    codes, statistics = fp8_attention_forward(
+    scales, amaxes = (casts.qkv.scale, None, out_slot.scale), (casts.softmax.amax, out_slot.amax)
+    codes, statistics, pairs = fp8_attention_forward(
         query, key, value, scales, settings, call.scale, training, amaxes
     )
-    out = dequantize(codes, E4M3, scales[2], dtype).flatten(-2)
+    out = dequantize(codes, E4M3, pairs[2], dtype)
     if not training:
         return out, None
-    return out, Saved(statistics, (query, key, value, codes, scales), (settings, in_fp8))
+    return out, Saved(statistics, (query, key, value, codes, pairs), (settings, in_fp8))
 
 
 def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
@@ -112,7 +102,6 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     assert casts is not None
     if casts.calibrating:
         return unfused_fp8.backward(grad, saved, call, needs)
-    grad = grad.view(*grad.shape[:-1], call.shape.heads, call.shape.value_size)
     settings, in_fp8 = saved.facts
     if in_fp8:
         return _gradients_in_fp8(grad, saved, settings, call, needs)
@@ -123,28 +112,27 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
 def _gradients_in_fp8(
     grad: torch.Tensor, saved: Saved, settings: tuple[int, ...], call: Call, needs: Needs
 ) -> Gradients:
-    query, key, value, out, scales = saved.tensors
+    query, key, value, out, pairs = saved.tensors
     assert call.casts is not None and saved.log_sum_exp is not None
     out_slot, product_slot, inputs_slot = call.casts.backward
-    scales = torch.cat((scales, _pairs(out_slot.scale, product_slot.scale, inputs_slot.scale)))
     format = out_slot.format
     assert format is not None
-    codes = fp8_attention_backward(
+    *codes, pair = fp8_attention_backward(
         out_slot.codes(grad)[0],
         query,
         key,
         value,
         out,
         saved.log_sum_exp,
-        scales,
+        pairs,
+        (out_slot.scale, product_slot.scale, inputs_slot.scale),
         settings,
         call.scale,
         format,
-        (product_slot.amax, inputs_slot.amax),
-        needs[:3],
+        (product_slot.amax, *[inputs_slot.amax if needed else None for needed in needs[:3]]),
         _place_of_gradients(),
     )
-    return needs.pick(*map_parts(lambda x: dequantize(x, format, scales[5], grad.dtype), codes))
+    return needs.pick(*map_parts(lambda x: dequantize(x, format, pair, grad.dtype), tuple(codes)))
 
 
 def _place_of_gradients() -> int:
@@ -153,10 +141,10 @@ def _place_of_gradients() -> int:
 
 
 def _sixteen_bit_values(grad: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...]:
-    query, key, value, out, scales = saved.tensors
+    query, key, value, out, pairs = saved.tensors
     dtype = sixteen_bit(grad.dtype)
-    inputs = map_parts(lambda x: dequantize(x, E4M3, scales[0], dtype), (query, key, value))
-    return *inputs, dequantize(out, E4M3, scales[2], dtype)
+    inputs = map_parts(lambda x: dequantize(x, E4M3, pairs[0], dtype), (query, key, value))
+    return *inputs, dequantize(out, E4M3, pairs[2], dtype)
 
 
 def _gradients_in_16_bit(
@@ -177,10 +165,10 @@ def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype is torch.float32 else dtype
 
 
-def _backward_in_fp8(problem: Problem | CallShape, allowed: AttentionVariables) -> bool:
+def _backward_in_fp8(problem: Problem | CallShape, asked: bool | None) -> bool:
     """Whether the backward is in FP8, too: where asked for, else where that is the faster one."""
-    if allowed.fp8_backward is not None:
-        return allowed.fp8_backward
+    if asked is not None:
+        return asked
     return not problem.rule.type.causal and _has_backward(problem)
 
 
@@ -196,7 +184,7 @@ def _has_backward(problem: Problem | CallShape) -> bool:
 
 
 def _trains_in_fp8(problem: Problem, allowed: AttentionVariables) -> bool:
-    return problem.training and not problem.part and _backward_in_fp8(problem, allowed)
+    return problem.training and not problem.part and _backward_in_fp8(problem, allowed.fp8_backward)
 
 
 @memoize
@@ -268,8 +256,19 @@ def _restore(
     stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
 ) -> Saved:
     query, key, value, out = tensors
-    out = contiguous(out).unflatten(-1, (-1, call.shape.value_size))
-    return Saved(statistics_of_part(lse, call), (query, key, value, out), stripped.facts)
+    tensors = (query, key, value, contiguous(out))
+    return Saved(statistics_of_part(lse, call), tensors, stripped.facts)
+
+
+def _recordable(call: Call) -> bool:
+    """Whole calls with the scales of the module's state."""
+    casts = call.casts
+    return casts is not None and casts.of_state and not (casts.calibrating or call.part)
+
+
+def _persistent(call: Call) -> Sequence[torch.Tensor]:
+    assert call.casts is not None
+    return call.casts.tensors()
 
 
 BACKEND = Backend(
@@ -277,6 +276,9 @@ BACKEND = Backend(
     forward,
     backward,
     keeps_scores=False,
+    recordable=_recordable,
+    records_on=("cuda",),
+    persistent=_persistent,
     requirements=(
         FUSED,
         Requirement(

@@ -353,7 +353,8 @@ class Call(NamedTuple):
 
     def settings(self) -> Call:
         """The call without tensors, so that a backward can keep it."""
-        return self.with_tensors(_NO_TENSORS) if self.has_tensors else self
+        call = self if self.casts is None else self._replace(casts=self.casts.settings())
+        return call.with_tensors(_NO_TENSORS) if self.has_tensors else call
 
 
 def plain_call(shape: CallShape, scale: float, training: bool) -> Call:

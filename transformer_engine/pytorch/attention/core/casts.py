@@ -95,6 +95,9 @@ class Casts(NamedTuple):
         reduction: whether ranks reduce amaxes, and those of which group; None is all ranks.
         step: the autocast step that ends with the backward of the call, or None.
         columns: the columns of scaling state that the slots of the forward use.
+        of_state: scales and amaxes are the module's own, and no recompute will have others: calls
+            with the same casts share a plan.
+        backward_in_fp8: whether the user asks for gradients in FP8, see `AttentionVariables`.
     """
 
     qkv: Slot
@@ -108,6 +111,18 @@ class Casts(NamedTuple):
     reduction: tuple[bool, Any] = (False, None)
     step: Step | None = None
     columns: Columns | None = None
+    of_state: bool = False
+    backward_in_fp8: bool | None = None
+
+    def settings(self) -> Casts:
+        """What all calls with these scales have in common."""
+        return self._replace(step=None, columns=None)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All scales and amaxes."""
+        slots = (self.qkv, self.softmax, self.out, self.grad_out, self.grad_product, self.grad_qkv)
+        pairs = [slot[:2] for slot in slots if slot is not None]
+        return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
     @property
     def backward(self) -> tuple[Slot, Slot, Slot]:
@@ -181,7 +196,7 @@ def casts_of(
     ):
         return _in_region(module, recording, device)
     recomputed = checkpointed or stack.in_compiled_checkpoint
-    casts = _casts(module, recording, device, recomputed=recomputed)
+    casts = casts_in_scope(module, recording, device, recomputed=recomputed)
     return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
@@ -206,15 +221,15 @@ def wants_fp8(recipe: Recipe | None) -> bool:
 
 def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
     def make(counts: bool, first: Call | None) -> Casts:
-        if first is None:
-            return _casts(module, counts, device)
-        return _casts(module, counts, device, first.scales).for_recompute()
+        if first is None:  # it must save what its recompute will save
+            return casts_in_scope(module, counts, device)._replace(of_state=False)
+        return casts_in_scope(module, counts, device, first.scales).for_recompute()
 
     made = made_in_region(module, recording, lambda scope: asks(scope, module.name), make)
     return None if made is None else made[0]._replace(step=made[1])
 
 
-def _casts(
+def casts_in_scope(
     module: ScaledModule,
     counts: bool,
     device: torch.device,
@@ -249,10 +264,16 @@ def _casts(
     format = rules.forward_format(recipe) if scope.enabled else None
     slots = zip(columns.scales, columns.amaxes, strict=True)
     qkv, softmax, out = (Slot(scale, amax, format) for scale, amax in slots)
-    casts = counts and scope.enabled and environment().fp8_backward is not False
-    of_backward = _backward_slots(backward, rules.backward_format(recipe), casts)
-    reduction = (recipe.reduce_amax, scope.group)
-    return Casts(qkv, softmax, out, *of_backward, reduction=reduction, columns=columns)
+    asked = environment().fp8_backward
+    casts = counts and scope.enabled and asked is not False
+    return Casts(
+        *(qkv, softmax, out),
+        *_backward_slots(backward, rules.backward_format(recipe), casts),
+        reduction=(recipe.reduce_amax, scope.group),
+        columns=columns,
+        of_state=scales is None and not torch.compiler.is_compiling(),
+        backward_in_fp8=asked,
+    )
 
 
 def _backward_slots(

@@ -1,0 +1,21 @@
+// The scales of attention in FP8 as cuDNN reads them, and what becomes of the amaxes it finds.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/attention.h"
+
+namespace te::cuda {
+
+// Where cuDNN writes the amaxes of a call.
+inline float* amaxes_of(const AttentionFp8& fp8, bool backward) {
+  return fp8.pairs.ptr<float>() + 2 * (backward ? AttentionFp8::kAllScales : AttentionFp8::kScales);
+}
+
+// Writes the pairs of the scales, and zeroes the amaxes of the call.
+void write_pairs(const AttentionFp8& fp8, bool backward, cudaStream_t stream);
+
+// Raises the amaxes that are there to those of the call; a NaN does not count.
+void raise_amaxes(const AttentionFp8& fp8, bool backward, cudaStream_t stream);
+
+}  // namespace te::cuda
