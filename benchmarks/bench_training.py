@@ -47,6 +47,7 @@ KERNELS = 40  # that a profile prints
 YARDSTICK = Row("torch", compiled=True)
 FP8 = (
     Row("ours", "fp8 delayed", fp8_head=True),
+    Row("ours", "fp8 delayed", fp8_head=True, fp8_attention=True),
     Row("ours", "fp8 delayed"),
     Row("ours", "fp8 current"),
     Row("ours", "fp8 delayed", fp8_weights=True),
@@ -181,8 +182,9 @@ def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: A
 
 
 def case_of(row: Row) -> str:
-    """Our layers run flash-attn 4 where it is installed."""
-    return f"{row}, flash-attn 4" if row.library == "ours" and has_flash_attn_4() else str(row)
+    """Our layers run flash-attn 4 where it is installed, but for attention in FP8."""
+    with_flash = row.library == "ours" and not row.fp8_attention and has_flash_attn_4()
+    return f"{row}, flash-attn 4" if with_flash else str(row)
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +24,7 @@ BATCHES = 8  # in memory; training goes through them again and again
 WORDS = 1024  # that occur in the data
 BEFORE_CAPTURE = 11  # steps, as DistributedDataParallel needs
 ON_GPU = DEVICE == "cuda"
+FP8_ATTENTION = replace(RECIPES["fp8 delayed"], fp8_dpa=True)
 FASTEST_ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -41,6 +42,7 @@ class Row:
         precision: of our layers, a key of `contenders.RECIPES`.
         fp8_weights: the model keeps its weights in FP8 alone.
         fp8_head: the projection to the vocabulary is in FP8, too.
+        fp8_attention: attention is in FP8, too, with delayed scaling.
         compiled: forward and backward go through `torch.compile`, in its default mode.
         in_graphs: the whole step, optimizer included, is one CUDA graph.
     """
@@ -49,13 +51,14 @@ class Row:
     precision: str = "bf16"
     fp8_weights: bool = False
     fp8_head: bool = False
+    fp8_attention: bool = False
     compiled: bool = False
     in_graphs: bool = False
 
     def __str__(self) -> str:
         kind = "fp8 weights" if self.fp8_weights else self.precision
         words = [f"ours {kind}" if self.library == "ours" else self.library]
-        words += ["fp8 head"] * self.fp8_head
+        words += ["fp8 head"] * self.fp8_head + ["fp8 attention"] * self.fp8_attention
         words += ["compiled"] * self.compiled + ["in graphs"] * self.in_graphs
         return ", ".join(words)
 
@@ -80,6 +83,8 @@ def build(row: Row, sizes: Architecture, **options: Any) -> Model:
 
 def scope(row: Row, group: Any = None) -> AbstractContextManager[Any]:
     """What a forward runs in: our precision, or the attention that torch is fastest with."""
+    if row.fp8_attention:
+        return te.fp8_autocast(enabled=True, fp8_recipe=FP8_ATTENTION, fp8_group=group)
     if row.library == "ours":
         return precision(row.precision, group)
     return sdpa_kernel(FASTEST_ATTENTION, set_priority=True) if ON_GPU else nullcontext()
