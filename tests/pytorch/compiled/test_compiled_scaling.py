@@ -145,3 +145,31 @@ def test_a_graph_break_within_an_autocast(device):
         found.append([piece.get_extra_state() for piece in pieces])
     for ours, theirs in zip(*found, strict=True):
         assert_bitwise(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [(0,), (1,), (0, 1)], ids=str)
+def test_compiled_layers_among_eager_ones(compiled, device):
+    """Every layer of an autocast has the scales and gradients of eager mode, whichever is first."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = [te.Linear(32, 32, device=device) for _ in range(2)]
+    twins = copy.deepcopy(eager)
+    called = [
+        torch.compile(layer, backend="aot_eager") if i in compiled else layer
+        for i, layer in enumerate(twins)
+    ]
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(32, 32, device=device)
+        for first, second in (eager, called):
+            with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+                y = second(first(x))
+            (y * 1e-6).sum().backward()
+    with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+        pass  # updates that compiled code has deferred
+    for layer, twin in zip(eager, twins, strict=True):
+        assert layer.scaling["backward"].scale[0] > 1e6
+        assert_bitwise(twin.weight.grad, layer.weight.grad)
+        for direction, state in layer.scaling.items():
+            assert_bitwise(twin.scaling[direction].scale, state.scale)

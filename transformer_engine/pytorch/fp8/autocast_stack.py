@@ -41,7 +41,7 @@ class Step:
     """The outermost autocast, with the scaling groups that it will update.
 
     Attributes:
-        first_pending: autograd has not recorded any module in it yet.
+        first_pending: autograd has not recorded any eager module in it yet.
         groups: scaling groups of the modules that ran in it, by the key of their scope.
         scopes: entered in it, with recipes that keep state.
     """
@@ -168,8 +168,18 @@ class AutocastStack:
         own.outer = list(self.outer)
         return own
 
-    def join(self, states: dict[str, ScalingState]) -> None:
-        """Add the states of a module that runs in the innermost scope to the step."""
+    def join(self, states: dict[str, ScalingState], recording: bool) -> None:
+        """Add the states of a module that runs in the innermost scope to the step.
+
+        Not those of a call that leaves no amax: they would leave the group of an earlier call,
+        whose backward is still to come.
+
+        Args:
+            states: of the module.
+            recording: autograd records the call, now or in a recompute.
+        """
+        if not (recording if self.scope.enabled else self.scope.calibrating):
+            return
         group = self.step.groups.get(self.scope.key)
         for state in states.values():
             if state.group is not group or group is None:
@@ -177,15 +187,15 @@ class AutocastStack:
                 return
 
     def take_backward_end(self) -> Step | None:
-        """The step, for the first call that autograd records in it; None for all later calls.
+        """The step, for the first eager call that autograd records in it; None for all later calls.
 
         The end of that call's backward updates the scales of gradients. A compiled backward writes
-        its amaxes when it ends, so there the update waits for the next step.
+        its amaxes when it ends, so for a compiled call the update waits for the next step.
         """
-        self.step.first_pending = False
         if torch.compiler.is_compiling():
             process_state().backward_pending = True
             return None
+        self.step.first_pending = False
         return self.step
 
     @contextmanager

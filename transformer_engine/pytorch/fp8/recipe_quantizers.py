@@ -145,7 +145,8 @@ def build_quantizers(
     if exporting():
         trained = _trained_columns(module)
         return ModuleQuantizers([rules.gemm_quantizers(recipe, columns) for columns in trained])
-    forward, backward, moved = states_of(module, recipe, device)
+    leaves_amaxes = recording if scope.enabled else scope.calibrating
+    forward, backward, moved = states_of(module, recipe, device, leaves_amaxes)
     indices = range(module.gemm_count)
     if not scope.enabled:
         return ModuleQuantizers([_calibrating(forward, i) for i in indices], moved)
@@ -178,9 +179,13 @@ def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> N
 
 
 def states_of(
-    module: ScaledModule, recipe: Any, device: torch.device
+    module: ScaledModule, recipe: Any, device: torch.device, leaves_amaxes: bool
 ) -> tuple[ScalingState, ScalingState, bool]:
-    """A module's states, forward and backward, and whether that of the forward has moved."""
+    """A module's states, forward and backward, and whether that of the forward has moved.
+
+    A call that leaves no amaxes takes histories of any length: to replace them, an evaluation under
+    another recipe would take them from a backward that is still to come.
+    """
     group = None
     if torch.compiler.is_compiling():
         process_group, constants = autocast_stack().scope.group, rules_of(recipe).constants(recipe)
@@ -192,8 +197,8 @@ def states_of(
                 own = state.compiled
                 if own != made and device.type != "meta":
                     raise RuntimeError(f"[autocast] expected scaling group {made}, got {own}")
-    forward, moved = state_of(module, recipe, FORWARD, device, group)
-    backward, _ = state_of(module, recipe, BACKWARD, device, group)
+    forward, moved = state_of(module, recipe, FORWARD, device, group, leaves_amaxes)
+    backward, _ = state_of(module, recipe, BACKWARD, device, group, leaves_amaxes)
     return forward, backward, moved
 
 
@@ -203,17 +208,18 @@ def state_of(
     direction: str,
     device: torch.device,
     group: ScalingGroup | None,
+    leaves_amaxes: bool = True,
 ) -> tuple[ScalingState, bool]:
     """A module's state, fitted to the recipe, and whether it has moved to other memory.
 
-    It joins `group`, if there is one: that of compiled code.
+    It joins `group`, if there is one: that of compiled code. See `states_of` for `leaves_amaxes`.
     """
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:
         state = ScalingState(direction, columns, recipe.amax_history_len, device)
         module.scaling[direction] = state
-    moved = state.fit(recipe.amax_history_len, device)
+    moved = state.fit(recipe.amax_history_len if leaves_amaxes else state.length, device)
     if group is not None and device.type != "meta":
         group.add(state)
     return state, moved

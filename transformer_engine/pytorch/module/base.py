@@ -227,7 +227,7 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
                 self.drop_plans()
             self._plans[key] = found
         if scope.key >= 0:
-            stack.join(self.scaling)
+            stack.join(self.scaling, found.requires_grad or in_first_forward)
         inspector = process_state().inspector
         if inspector is not None and inspector.tick >= found.inspect_at:
             return inspector.plan_for(self, found)

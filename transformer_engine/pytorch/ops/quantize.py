@@ -125,7 +125,7 @@ class Quantize(ScaledModule, FusibleOperation):
         stack = autocast_stack()
         built: Any = build_quantizers(self, stack.scope, recording, device)  # type: ignore[arg-type]
         if stack.scope.key >= 0:
-            stack.join(self.scaling)
+            stack.join(self.scaling, recording)
         quantizers: GemmQuantizers = built.gemms[0]
         return quantizers
 

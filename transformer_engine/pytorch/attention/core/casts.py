@@ -243,9 +243,9 @@ def casts_in_scope(
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
     recipe: Any = scope.recipe
-    forward, backward, _ = states_of(module, recipe, device)
+    forward, backward, _ = states_of(module, recipe, device, counts or not scope.enabled)
     if not torch.compiler.is_compiling():
-        stack.join(module.scaling)
+        stack.join(module.scaling, counts)
     if recipe.fp8_mha:
         _announce_mha()
 

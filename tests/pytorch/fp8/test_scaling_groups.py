@@ -1,0 +1,50 @@
+"""Which calls put a module's scales into the group of a recipe."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+BETWEEN = {
+    "disabled": (True, {"enabled": False}),
+    "disabled, nothing recorded": (False, {"enabled": False}),
+    "evaluation": (False, {"fp8_recipe": DelayedScaling(amax_history_len=4, margin=1)}),
+    "evaluation, another history": (False, {}),
+}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_calls_that_leave_no_amax_between_forward_and_backward(between, nested, device) -> None:
+    """Another recipe there has no part in the update of scales."""
+    recorded, arguments = BETWEEN[between]
+    torch.manual_seed(0)
+    layer = te.Linear(32, 16, device=device)
+    recipe = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    twin = copy.deepcopy(layer)
+
+    def call_between(x):
+        with torch.set_grad_enabled(recorded), te.fp8_autocast(**arguments):
+            twin(x)
+
+    for _ in range(3):
+        x = torch.randn(16, 32, device=device)
+        grad = torch.full((16, 16), 1e-4, device=device)
+        with te.fp8_autocast(fp8_recipe=recipe):
+            expected = layer(x)
+        expected.backward(grad)
+        with te.fp8_autocast(fp8_recipe=recipe):
+            y = twin(x)
+            if nested:
+                call_between(x)
+        if not nested:
+            call_between(x)
+        y.backward(grad)
+    assert_bitwise(twin.weight.grad, layer.weight.grad)
+    for direction, state in layer.scaling.items():
+        assert_bitwise(twin.scaling[direction].scale, state.scale)
+        assert_bitwise(twin.scaling[direction].amax_history, state.amax_history)
