@@ -104,6 +104,37 @@ def test_fake_quant_of_operands(device: str, recipe: str) -> None:
         torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("gemm", "tensor"),
+    [("fprop", "weight"), ("fprop", "activation"), ("dgrad", "gradient"), ("wgrad", "gradient")],
+)
+def test_fake_quant_of_one_operand_under_torch_autocast(device: str, gemm: str, tensor: str):
+    """The other operands of the GEMM are cast to the dtype of the autocast, too."""
+    module = build("linear", device, torch.float32)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    dy = torch.randn(16, 48, dtype=torch.bfloat16, device=device)
+    config = {**E4M3, "gemms": [gemm], "tensors": [tensor]}
+    with session(("layer", FakeQuant(), config)), torch.autocast(device, torch.bfloat16):
+        y = module(x)
+    y.backward(dy)
+
+    def operand(of: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        value = value.detach().bfloat16()
+        return (quantized(value) if (of, name) == (gemm, tensor) else value).float()
+
+    values = {"activation": x, "weight": module.weight, "gradient": dy}
+    fprop, dgrad, wgrad = (
+        {name: operand(of, name, value) for name, value in values.items()}
+        for of in ("fprop", "dgrad", "wgrad")
+    )
+    for actual, expected in (
+        (y, torch.nn.functional.linear(fprop["activation"], fprop["weight"], module.bias)),
+        (x.grad, dgrad["gradient"] @ dgrad["weight"]),
+        (module.weight.grad, wgrad["gradient"].T @ wgrad["activation"]),
+    ):
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-7, atol=1e-2)
+
+
 def test_fake_quant_of_results(device: str) -> None:
     y, dx, dw, db = train(build("linear", device), None, steps=1)
     with session(("layer", FakeQuant(), {**E4M3, "tensors": ["output", "dgrad", "wgrad"]})):

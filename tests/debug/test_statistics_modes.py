@@ -1,10 +1,12 @@
 """Statistics in layers that recompute, accumulate weight gradients, or are captured."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from debug_session import debugging, logged, section
+from rulers import assert_bitwise
 from statistics_reference import ALL, assert_statistics, reference
 from torch.utils.checkpoint import checkpoint
 
@@ -40,6 +42,41 @@ def test_a_recomputed_forward_counts_once(tmp_path: Path, device: str, reentrant
     assert {tensor for _, _, tensor in found} == set(expected)
     for tensor, exact in expected.items():
         assert_statistics(found[0, "layer", tensor], reference(exact))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tensor", ["activation", "weight", "output"])
+def test_statistics_of_the_forward_alone_change_no_checkpoint(
+    tmp_path: Path, device: str, tensor: str, fp8: bool
+) -> None:
+    """A recompute saves as many tensors as the forward, also of layers that recompute activations.
+
+    `torch.utils.checkpoint` compares them.
+    """
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+    layer = te.TransformerLayer(32, 64, 4, **options)
+    twin = copy.deepcopy(layer)
+
+    def train(model) -> list[torch.Tensor]:
+        found = []
+        for step in range(4):
+            torch.manual_seed(step)
+            x = torch.randn(16, 2, 32, device=device, requires_grad=True)
+            with te.fp8_autocast(enabled=fp8, fp8_recipe=FP8):
+                y = checkpoint(model, x, use_reentrant=False)
+            y.sum().backward()
+            found += [y.detach(), x.grad]
+            debug_api.step()
+        return found
+
+    expected = train(twin)
+    config = everything(tensors=[tensor], freq=2)
+    with debugging(tmp_path, config):
+        actual = train(layer)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_bitwise(got, wanted)
+    assert {i for i, _, _ in logged(tmp_path)} == {0, 2}
 
 
 @pytest.mark.parametrize("mode", ["hooks", "reentrant", "te", "te reentrant"])

@@ -142,9 +142,8 @@ class Inspector:
             return Inspection(self.tick, end, None, None, statistics or due_later)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
-        first, recompute = (
-            self._wrapped(module, call, plans, attached, second) for second in (False, True)
-        )
+        first = self._wrapped(module, call, plans, attached)
+        recompute = self._wrapped(module, call, plans, attached, first)
         return Inspection(self.tick, end, first, recompute, statistics, fed)
 
     def _attach(
@@ -190,11 +189,17 @@ class Inspector:
         call: CallPlan,
         plans: list[LayerPlan],
         attached: list[GemmQuantizers],
-        is_recompute: bool,
+        first: CallPlan | None = None,
     ) -> CallPlan:
-        """A plan with inspected quantizers; in a recompute, features do not see a tensor again."""
-        quantizers = []
-        for plan, normal, seen in zip(plans, call.quantizers, attached, strict=True):
+        """A plan with inspected quantizers.
+
+        In the recompute of calls with the plan `first`, features do not see a tensor again. It
+        is inspected, and recorded, where those are, because it must save the same tensors.
+        """
+        quantizers: list[GemmQuantizers] = []
+        is_recompute = first is not None
+        likes = [None] * len(plans) if first is None else first.quantizers
+        for plan, normal, seen, like in zip(plans, call.quantizers, attached, likes, strict=True):
             changed: dict[str, Quantizer] = {}
             modifies = False
             for tensor in plan.tensors.values():
@@ -204,8 +209,11 @@ class Inspector:
                 calls = self._calls(module, plan, tensor, recomputed)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)
                 modifies |= about.is_operand and tensor.modifies
-            gemms = normal.replaced(changed)
-            gemms.fp8 = normal.fp8 or modifies  # tokens are padded where a feature may make FP8
+            gemms = normal.replaced(changed, like is not None and like.wrapped)
+            if like is not None and like.wrapped:
+                gemms.native = like.native
+            if modifies:
+                gemms.pads = True  # features may make FP8
             quantizers.append(gemms)
         result = CallPlan(call.dtype, call.needs, quantizers, call.first_microbatch)
         result.fp8_weights = call.fp8_weights

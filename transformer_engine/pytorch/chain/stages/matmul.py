@@ -217,7 +217,7 @@ class Matmul(Stage):
         saves_fp8_weight = plan.fp8_weight and w.columnwise is None
         column = own if saves_fp8_weight else w.columnwise
         w_data, w_scales, w_format = flatten(column if plan.needs_input else None)
-        if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
+        if w_data is not None and plan.pads and not plan.compiling and top_hooks(True) is not None:
             # Tell `offload` that this is a parameter, which stays, or a copy of a weight.
             setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
         facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, again)
@@ -225,7 +225,7 @@ class Matmul(Stage):
 
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
         """The operands of the input, and how many rows of zeros pad them."""
-        padding = -math.prod(shape_of(x)[:-1]) % TOKEN_ALIGNMENT if plan.fp8 else 0
+        padding = -math.prod(shape_of(x)[:-1]) % TOKEN_ALIGNMENT if plan.pads else 0
         if isinstance(x, Operands):
             return pad_operands(x, padding), padding
         if not plan.fp8 and x.dtype is not plan.dtype:
@@ -393,6 +393,6 @@ def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) ->
 
     Not if tokens must be padded and the cast rounds twice: then a cast that pads is cheaper.
     """
-    if request is None or not plan.fp8 or rows_of(x) % TOKEN_ALIGNMENT == 0:
+    if request is None or not plan.pads or rows_of(x) % TOKEN_ALIGNMENT == 0:
         return True
     return request.quantizer.rounds_once

@@ -27,6 +27,7 @@ class MatmulPlan:
         "needs_input",
         "needs_weight",
         "omits_input",
+        "pads",
         "quantizers",
         "request",
         "requires_grad",
@@ -46,6 +47,7 @@ class MatmulPlan:
         self.first_microbatch = call.first_microbatch
         self.quantizers = quantizers
         self.fp8 = quantizers.fp8
+        self.pads = quantizers.pads
         self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
         self.fp8_weight = first in call.fp8_weights  # the weight is kept in FP8

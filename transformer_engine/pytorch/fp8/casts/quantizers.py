@@ -329,6 +329,7 @@ class GemmQuantizers:
         "input",
         "native",
         "output",
+        "pads",
         "weight",
         "wgrad",
         "wrapped",
@@ -350,6 +351,7 @@ class GemmQuantizers:
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
         self.fp8 = self.input.is_fp8
+        self.pads = self.fp8  # tokens are padded to what FP8 GEMMs take
         self.wrapped = False  # the debugger inspects these GEMMs
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         # They do nothing but call `_C`, the same for every tensor of a shape.
@@ -357,16 +359,21 @@ class GemmQuantizers:
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
 
-    def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
-        """A copy with some quantizers replaced by those of the debugger; self if there are none."""
+    def replaced(self, changed: Mapping[str, Quantizer], wrapped: bool = False) -> GemmQuantizers:
+        """A copy with some quantizers replaced by those of the debugger; self if nothing changes.
+
+        With `wrapped`, the copy counts as inspected even if no quantizer is replaced.
+        """
         changed = {name: q for name, q in changed.items() if q is not getattr(self, name)}
-        if not changed:
+        wraps = wrapped or any(q is not IDENTITY for q in changed.values())
+        if not changed and self.wrapped >= wraps:
             return self
-        return self._with(changed, any(q is not IDENTITY for q in changed.values()))
+        return self._with(changed, wraps)
 
     def _with(self, changed: Mapping[str, Quantizer], wraps: bool = False) -> GemmQuantizers:
         made = GemmQuantizers(**{name: getattr(self, name) for name in SIX} | dict(changed))
-        made.fp8, made.fast_accumulation = self.fp8, self.fast_accumulation
+        made.fp8, made.pads = self.fp8, self.pads
+        made.fast_accumulation = self.fast_accumulation
         made.wrapped = self.wrapped or wraps
         return made
 
