@@ -23,6 +23,14 @@ std::string_view alias_of(std::string_view component) {
   return found == std::end(kAliases) ? std::string_view() : found->second;
 }
 
+// Whether a pattern has the part of an alias that layers do not have: `self_attn`, `linear`.
+bool spells(std::string_view pattern, std::string_view alias) {
+  constexpr std::string_view kLinear = "linear";
+  const size_t linear = alias.find(kLinear);
+  if (linear != alias.npos) alias = alias.substr(0, linear + kLinear.size());
+  return pattern.find(alias) != pattern.npos;
+}
+
 std::optional<int> layer_number(std::string_view layer) {
   std::optional<int> number;
   for (size_t begin = 0; begin < layer.size();) {
@@ -64,14 +72,15 @@ bool number_matches(const std::vector<std::pair<int, int>>& ranges, std::string_
 
 }  // namespace
 
-std::vector<std::string> names_of_layer(std::string_view layer) {
+std::vector<std::string> names_of_layer(std::string_view layer,
+                                        std::optional<std::string_view> pattern) {
   std::vector<std::string> names = {""};
   int aliased = 0;
   for (size_t begin = 0; begin <= layer.size();) {
     const size_t end = std::min(layer.find('.', begin), layer.size());
     const std::string_view component = layer.substr(begin, end - begin);
-    const std::string_view alias =
-        aliased < kMostAliased ? alias_of(component) : std::string_view();
+    std::string_view alias = aliased < kMostAliased ? alias_of(component) : std::string_view();
+    if (pattern && !spells(*pattern, alias)) alias = {};
     const size_t count = names.size();
     for (size_t i = 0; i < count; ++i) {
       if (begin > 0) names[i] += '.';
@@ -85,7 +94,9 @@ std::vector<std::string> names_of_layer(std::string_view layer) {
 }
 
 bool Selector::matches(std::string_view layer, const RegexSearch& regex) const {
-  const std::vector<std::string> names = names_of_layer(layer);
+  const bool by_pattern = exact_layer_names.empty() && layer_name_regex_pattern;
+  const std::vector<std::string> names =
+      by_pattern ? names_of_layer(layer, *layer_name_regex_pattern) : names_of_layer(layer);
   const auto any_name = [&](const auto& test) { return std::ranges::any_of(names, test); };
   if (!exact_layer_names.empty()) {
     return any_name([&](const std::string& name) {

@@ -18,8 +18,10 @@ using RegexSearch = std::function<bool(const std::string& pattern, const std::st
 // The names by which selectors know a layer: its own first, then those with the documented aliases:
 // self_attention -> self_attn; layernorm_qkv -> layernorm_linear_qkv; qkv ->
 // linear_qkv; layernorm_query -> layernorm_linear_q; query -> linear_q; key_value -> linear_kv
-// (whole path components, every combination of the first eight that have one).
-std::vector<std::string> names_of_layer(std::string_view layer);
+// (whole path components, every combination of the first eight that have one). A regular expression
+// knows those aliases alone that it spells: one that excludes a layer would find it by its alias.
+std::vector<std::string> names_of_layer(std::string_view layer,
+                                        std::optional<std::string_view> pattern = {});
 
 struct Selector {
   static constexpr int kEveryNumber = std::numeric_limits<int>::max();

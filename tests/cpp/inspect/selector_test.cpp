@@ -43,6 +43,18 @@ TEST(Selector, FormsThatUsersHave) {
   EXPECT_EQ(matched({}), 0);
 }
 
+TEST(Selector, PatternsThatExcludeLayers) {
+  const auto of = [](const char* pattern) {
+    return matched({.layer_name_regex_pattern = pattern});
+  };
+  EXPECT_EQ(of("^(?!.*self_attention)"), 0b1100);
+  EXPECT_EQ(of("^(?!.*layernorm_qkv)"), 0b1110);
+  EXPECT_EQ(of("^((?!attention).)*$"), 0b1100);
+  EXPECT_EQ(of(".*\\.(?!fc1|fc2|layernorm_qkv)\\w+$"), 0b0010);
+  EXPECT_EQ(of("self_attn\\.(?!layernorm_qkv)"), 0b0010);
+  EXPECT_EQ(of("layernorm_linear"), 0b0001);
+}
+
 TEST(Selector, Precedence) {
   EXPECT_EQ(matched({.exact_layer_names = {kLayers[1]},
                      .layer_name_regex_pattern = "fc1",
@@ -84,6 +96,9 @@ TEST(Selector, NamesOfALayer) {
   EXPECT_EQ(names_of_layer("query").back(), "linear_q");
   EXPECT_EQ(names_of_layer("key_value").back(), "linear_kv");
   EXPECT_EQ(names_of_layer("my_qkv.qkv_2").size(), 1U) << "only whole components have aliases";
+  EXPECT_EQ(names_of_layer("self_attention.qkv", "self_attn"),
+            std::vector<std::string>({"self_attention.qkv", "self_attn.qkv"}));
+  EXPECT_EQ(names_of_layer("self_attention.qkv", "attention").size(), 1U);
   EXPECT_EQ(names_of_layer("").front(), "");
   EXPECT_EQ(names_of_layer("a..b.").front(), "a..b.");
   std::string deep = "qkv";
