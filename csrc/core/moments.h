@@ -34,11 +34,18 @@ struct Moments {
 inline constexpr int kMomentsFields = 16;
 static_assert(sizeof(Moments) == kMomentsFields * sizeof(double));
 
+// The largest magnitude that FP8 holds at a scale. Its scale may come from the largest magnitude of
+// the tensor itself, through three roundings: that element does not overflow.
+TE_HD constexpr float overflow_limit(float fp8_max, float scale_inverse) {
+  constexpr float kRoundings = 1.0f + 0x1p-22f;
+  return fp8_max * scale_inverse * kRoundings;
+}
+
 // What became of the elements of a tensor in FP8.
 struct CastMoments {
   double count;
   double underflows;     // x != 0 and its code is a zero
-  double overflows;      // |x| > fp8_max * scale_inv
+  double overflows;      // |x| > overflow_limit(fp8_max, scale_inv)
   double squared_error;  // sum of (x - dequantised)^2
   double min_scale_inv, max_scale_inv;
   double reserved[2];

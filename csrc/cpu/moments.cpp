@@ -41,7 +41,7 @@ template <class In, class Fp8>
 CastMoments cast_moments_of(const In* x, const uint8_t* codes, float scale_inverse, int64_t first,
                             int64_t last) {
   CastMoments row = CastMoments::empty();
-  const float limit = Fp8::kMax * scale_inverse;
+  const float limit = overflow_limit(Fp8::kMax, scale_inverse);
   for (int64_t i = first; i < last; ++i) {
     const auto value = static_cast<float>(x[i]);
     const float decoded = Fp8::decode(codes[i]) * scale_inverse;

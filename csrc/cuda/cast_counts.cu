@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(CodeWalk::kThreads, CodeWalk::kBlocksPerMultip
   if (args.out.is_idle()) return;
   const auto& walk = args.walk;
   const float scale_inverse = args.scales[0];
-  OctetCastCounts<In> counts(Fp8::kMax * scale_inverse);
+  OctetCastCounts<In> counts(overflow_limit(Fp8::kMax, scale_inverse));
   OpenOctets<In, Fp8> open;
   walk.template stream<uint4>(
       [&](int64_t pack, uint4& codes) {

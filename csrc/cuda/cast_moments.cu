@@ -48,7 +48,7 @@ struct CastErrors {
   __device__ __forceinline__ CastErrors(float scale_inverse, float scale)
       : scale_inverse(scale_inverse),
         scale(std::is_same_v<Real, double> ? 1 : scale),
-        counts(Fp8::kMax * scale_inverse) {}
+        counts(overflow_limit(Fp8::kMax, scale_inverse)) {}
 
   __device__ __forceinline__ void add_error(float value, float decoded, int lane) {
     const Real error = static_cast<Real>(value) - static_cast<Real>(decoded * scale_inverse);
