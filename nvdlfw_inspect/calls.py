@@ -6,7 +6,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nvdlfw_inspect.utils import warn_user
 
@@ -115,9 +116,9 @@ class Calls:
         arguments |= {"layer_name": layer, "iteration": iteration}
         answer = self.invoke(routed, api, arguments)
         if isinstance(answer, tuple):
-            if len(answer) == 2 and (answer[1] is None or isinstance(answer[1], int)):
-                return bool(answer[0]), answer[1]
-        elif answer is not None and not isinstance(answer, (str, bytes)):
+            if len(answer) == 2 and (answer[1] is None or isinstance(answer[1], SupportsIndex)):
+                return bool(answer[0]), None if answer[1] is None else index(answer[1])
+        elif answer is not None and not isinstance(answer, (str, bytes, list)):
             return bool(answer), iteration + 1
         place = describe(routed, layer, tensor, gemm, iteration)
         raise TypeError(

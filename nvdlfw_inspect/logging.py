@@ -98,17 +98,26 @@ class MetricLogger:
     def log_statistics(
         iteration: int, layer: str, tensor: str, values: Mapping[str, float | None]
     ) -> None:
-        """Pass the statistics of a tensor to every logger, in one call if it has `log_batch`."""
+        """Pass the statistics of a tensor to every logger, in one call if it has `log_batch`.
+
+        An error of one logger is raised when all have them.
+        """
         named = {f"{layer}_{tensor}_{k}": v for k, v in values.items() if v is not None}
+        errors = []
         for logger in MetricLogger.enabled_loggers:
-            if isinstance(logger, StatisticsFiles):
-                logger.log_statistics(iteration, layer, tensor, values)
-            elif hasattr(logger, "log_batch"):
-                if named:
-                    logger.log_batch(dict(named), iteration)
-            else:
-                for name, value in named.items():
-                    logger.log_scalar(name, value, iteration)
+            try:
+                if isinstance(logger, StatisticsFiles):
+                    logger.log_statistics(iteration, layer, tensor, values)
+                elif hasattr(logger, "log_batch"):
+                    if named:
+                        logger.log_batch(dict(named), iteration)
+                else:
+                    for name, value in named.items():
+                        logger.log_scalar(name, value, iteration)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class FileLogger:

@@ -148,7 +148,8 @@ def _manager(
     config: _engine.LoadedConfig,
 ) -> DebugManager:
     """Make the manager of the session, and log the settings of the session."""
-    log_dir, files = str(settings.log_dir), settings.statistics_files
+    # The program may change its directory later.
+    log_dir, files = str(Path(settings.log_dir).absolute()), settings.statistics_files
     manager = DebugManager(session, calls, config, log_dir, files)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:

@@ -300,7 +300,9 @@ class WholeCheck {
     }
     const Node *start = config.find("start_step"), *end = config.find("end_step");
     const bool both = start && end && start->is_int() && end->is_int();
-    const bool scheduled = rule_.scheduled || rule_.free_form;
+    const Node* list = config.find("start_end_list");  // in whose presence both are ignored
+    const bool listed = list && list->is_sequence() && !list->as_sequence().empty();
+    const bool scheduled = (rule_.scheduled || rule_.free_form) && !listed;
     if (scheduled && both && end->as_int() >= 0 && end->as_int() < start->as_int()) {
       once(path_.at("end_step"), end->mark,
            concat("expected at least start_step, ", start->as_int(), ", got ", end->as_int()));

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from inspect_logs import section
 
@@ -236,7 +237,7 @@ def test_what_a_feature_raises_says_where(
         assert caught.value.__cause__ is raised
 
 
-@pytest.mark.parametrize("answer", [None, "yes", (True, "soon"), (True, 1, 2)])
+@pytest.mark.parametrize("answer", [None, "yes", (True, "soon"), (True, 1, 2), [False, 3]])
 def test_answers_are_checked(initialize: Initialize, answer: Any) -> None:
     @Registry.register_feature(namespace="ns")
     class Mine:
@@ -256,6 +257,7 @@ def test_answers_are_checked(initialize: Initialize, answer: Any) -> None:
         (False, (False, 6)),
         ((True, None), (True, None)),
         ((False, 9), (False, 9)),
+        ((np.True_, np.int64(9)), (True, 9)),
     ],
 )
 def test_answers_say_how_long_they_hold(initialize: Initialize, answer: Any, expected: Any) -> None:

@@ -131,6 +131,33 @@ def test_loggers_leave_with_the_session(initialize: Initialize) -> None:
         MetricLogger.add_logger(object())
 
 
+def test_an_error_of_one_logger_keeps_nothing_from_the_others(
+    initialize: Initialize, tmp_path: Path
+) -> None:
+    class Offline(Memory):
+        def log_scalar(self, name: str, value: float, iteration: int, **more: object) -> None:
+            raise OSError("no connection")
+
+    writer = Writer()
+    options = {"statistics_logger": Offline(), "default_logging_enabled": True}
+    manager = initialize(tb_writer=writer, **options)
+    with pytest.raises(OSError, match="no connection"):
+        manager.log_statistics(2, "l", "weight", VALUES)
+    debug_api.step()
+    assert len(writer.seen) == len(statistics(tmp_path)) == 3
+
+
+def test_files_stay_where_they_began(
+    initialize: Initialize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever directory the program goes to afterwards."""
+    monkeypatch.chdir(tmp_path)
+    manager = initialize(log_dir=".")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert manager.log_dir == str(tmp_path)
+
+
 def test_scalars_by_hand(initialize: Initialize, tmp_path: Path) -> None:
     initialize()
     MetricLogger.log_scalar("loss", 0.5, 3)

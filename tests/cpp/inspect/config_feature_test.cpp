@@ -198,6 +198,10 @@ TEST(FeatureConfig, SchedulesAreChecked) {
                                   "stats: max, tensors: weight, freq: ~, start_step: 7, end_step: "
                                   "-1, start_end_list: [[0, 0], [2, -1]]")),
             "");
+  EXPECT_EQ(problems(with_feature("LogTensorStats",
+                                  "stats: max, tensors: weight, start_step: 7, end_step: 5, "
+                                  "start_end_list: [[0, 3]]")),
+            "");
 }
 
 TEST(FeatureConfig, SchedulesAreRead) {

@@ -289,7 +289,11 @@ class Collector:
         self._add_pending(PendingCopy(gathered, self.iteration, _due(tensors), (together, layout)))
 
     def _log(self, keep: int) -> None:
-        """Log finished copies, after waiting until at most `keep` are unfinished."""
+        """Log finished copies, after waiting until at most `keep` are unfinished.
+
+        An error of a logger is raised when all of them are logged.
+        """
+        errors = []
         while self._pending and self._pending[0].is_ready(wait=len(self._pending) > keep):
             copy = self._pending.popleft()
             try:
@@ -299,7 +303,12 @@ class Collector:
                 group, layout = copy.shared[0].group, copy.shared[1]
                 found = [*copy.statistics(self._reductions.agree(group, self.iteration, layout))]
             for layer, tensor, values in found:
-                self.manager.log_statistics(copy.iteration, layer, tensor, values)
+                try:
+                    self.manager.log_statistics(copy.iteration, layer, tensor, values)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def drain(self) -> None:
         """Wait for all copies and log them."""
