@@ -147,10 +147,28 @@ class DebugManager:
         now = self.iteration if iteration is None else iteration
         return self._session.decide(now, namespace, api_name, layer_name, tensor_name, gemm)
 
-    def call(self, namespace: str, api_name: str, *, layer_name: str, **kwargs: Any) -> Any:
+    def active(
+        self, iteration: int, namespace: str, api_name: str, layer: str, *target: str | None
+    ) -> tuple[Routed, ...]:
+        """Return the features whose routing call for a method returned True for the iteration.
+
+        `target` is the tensor and the gemm.
+        """
+        return self._session.active(iteration, namespace, api_name, layer, *target)
+
+    def call(
+        self,
+        namespace: str,
+        api_name: str,
+        *,
+        layer_name: str,
+        skip: Callable[[Routed], bool] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Call a method of the features whose routing call returned True for this iteration.
 
-        Each feature gets those of `kwargs` that its method takes.
+        Each feature gets those of `kwargs` that its method takes; those that `skip` accepts are not
+        called.
 
         Returns:
             The result of the last feature; None without one.
@@ -162,7 +180,7 @@ class DebugManager:
         iteration = kwargs.get("iteration")
         now = self.iteration if iteration is None else iteration
         tensor, gemm = kwargs.get("tensor_name"), kwargs.get("gemm")
-        uses = self._session.active(now, namespace, api_name, layer_name, tensor, gemm)
+        uses = self.active(now, namespace, api_name, layer_name, tensor, gemm)
         if not uses and api_name == "modify_tensor":
             raise NotImplementedError(
                 f"[modify_tensor] expected a feature that modifies the tensor, got none (layer "
@@ -171,6 +189,8 @@ class DebugManager:
         arguments = {**kwargs, "layer_name": layer_name, "iteration": now}
         result = None
         for use in uses:
+            if skip is not None and skip(use):
+                continue
             result = self._calls.invoke(use, api_name, arguments)
             if api_name.startswith("inspect_") and result is not None:
                 raise TypeError(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug_session import debugging, logged, section
+from debug_session import Config, debugging, logged, section
 from fake_manager import session
 from fp8_kinds import codes, scales
 from hook_cases import MODULES, HighPrecision, Modifier, Recorder, train
@@ -101,10 +101,14 @@ def test_features_may_replace_what_a_gemm_takes(recipe: str, device: str) -> Non
 
 MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
 CASTS = ["scale_inv_min", "scale_inv_max", "scale_inv_max_columnwise"]
+DUMP = section("DumpTensors", tensors=["weight"], high_precision_tensor=True)
 
 
+@pytest.mark.parametrize("beside", [[], [DUMP]], ids=["alone", "beside DumpTensors"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
-def test_statistics_are_those_of_the_values(recipe: str, tmp_path: Path, device: str) -> None:
+def test_statistics_are_those_of_the_values(
+    recipe: str, tmp_path: Path, device: str, beside: list[Config]
+) -> None:
     expected = train(fp8_module("linear", device, recipe), RECIPES[recipe])
     module = fp8_module("linear", device, recipe)
     blocks = {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 1}}
@@ -112,7 +116,7 @@ def test_statistics_are_those_of_the_values(recipe: str, tmp_path: Path, device:
         section("LogTensorStats", tensors=["weight"], stats=[*MOMENTS, blocks]),
         section("LogFp8TensorStats", tensors=["weight"], stats=[*CASTS, "mse"]),
     ]
-    with debugging(tmp_path, *sections):
+    with debugging(tmp_path, *sections, *beside):
         actual = train(module, RECIPES[recipe], after_step=debug_api.step)
     assert_equal(actual, expected)
     found = logged(tmp_path)

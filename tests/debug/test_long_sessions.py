@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug_session import debugging, logged, section
+from debug_session import Config, debugging, logged, section
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.debug.session import collector
 
 LOG = section("LogTensorStats", tensors=["activation", "weight", "gradient"], stats=["max", "mean"])
+DUMP = section("DumpTensors", tensors=["activation"], high_precision_tensor=True)
 
 
 def run(layer: torch.nn.Module, value: float = 1.0) -> None:
@@ -46,10 +47,13 @@ def validate(layer: torch.nn.Module) -> None:
     layer.train()
 
 
+@pytest.mark.parametrize("beside", [[], [DUMP]], ids=["alone", "beside DumpTensors"])
 @pytest.mark.parametrize("place", ["before", "behind"])
-def test_a_validation_does_not_count_in_the_step_of_a_training(tmp_path: Path, place: str) -> None:
+def test_a_validation_does_not_count_in_the_step_of_a_training(
+    tmp_path: Path, place: str, beside: list[Config]
+) -> None:
     layer = te.Linear(16, 16, device="cpu", name="layer")
-    with debugging(tmp_path, LOG):
+    with debugging(tmp_path, LOG, *beside):
         for value in (1.0, 2.0):
             if place == "before":
                 validate(layer)

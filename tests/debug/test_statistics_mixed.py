@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug_session import debugging, logged, section
+from debug_session import Config, debugging, logged, section
 from statistics_reference import ALL, assert_statistics, reference
 
 import nvdlfw_inspect.api as debug_api
@@ -13,6 +13,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
+DUMP = section("DumpTensors", tensors=["activation"], high_precision_tensor=True)
 MSE = section("LogFp8TensorStats", tensors=["activation"], stats=["mse", "mse_columnwise"])
 
 
@@ -53,8 +54,26 @@ def test_each_direction_has_the_casts_that_its_gemm_takes(tmp_path: Path, device
 
 def test_others_may_look_at_the_same_tensor(tmp_path: Path, device: str) -> None:
     moments = section("LogTensorStats", tensors=["activation"], stats=list(ALL))
-    dump = section("DumpTensors", tensors=["activation"], high_precision_tensor=True)
-    x, found = _step(tmp_path, device, moments, dump)
+    x, found = _step(tmp_path, device, moments, DUMP)
     assert_statistics(found, reference(x))
     (file,) = (tmp_path / "tensor_dumps").rglob("*.pt")
     assert torch.load(file, weights_only=True)["high_precision"].equal(x.cpu())
+
+
+@pytest.mark.parametrize("beside", [[], [DUMP]], ids=["alone", "beside DumpTensors"])
+def test_a_direction_that_no_gemm_takes_has_no_casts(
+    tmp_path: Path, device: str, beside: list[Config]
+) -> None:
+    layer = te.Linear(64, 32, device=device, name="layer")
+    x = torch.randn(32, 64, device=device)
+    with debugging(tmp_path, MSE, *beside):
+        with (
+            pytest.warns(UserWarning, match="no GEMM takes it so"),
+            torch.no_grad(),
+            te.fp8_autocast(fp8_recipe=DelayedScaling()),
+        ):
+            layer(x)
+        debug_api.step()
+    assert logged(tmp_path)[0, "layer", "activation"] == {
+        "mse": pytest.approx(_error(x, 1.0), rel=1e-5)
+    }

@@ -60,8 +60,9 @@ def test_shards_are_cast_by_the_amax_of_the_whole(outcomes) -> None:
         assert found[0, "layer", "weight"]["fp8_current_scaling_underflows%"] > 0
 
 
+@pytest.mark.parametrize("beside", ["", " beside DumpTensors"])
 @pytest.mark.parametrize("way", ["column False", "column True", "row False", "row True"])
-def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str) -> None:
+def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str, beside: str) -> None:
     """But for the parts of a sum, which a collective behind the GEMM completes."""
     weight, x, grad = tensors()
     columns = way.startswith("column")
@@ -73,7 +74,7 @@ def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str) -> 
     else:
         summed, parts = "output", [a @ w.T for w, a, _ in pieces]
     for found in both(outcomes, "shared_layers"):
-        logged, whole = found[way], found["whole"]
+        logged, whole = found[way + beside], found["whole"]
         own = logged.pop((0, "layer", summed))
         assert_alike(logged, {k: v for k, v in whole.items() if k[2] != summed}, rtol=1e-5)
         expected = torch.stack(parts)

@@ -15,6 +15,7 @@ import transformer_engine.pytorch as te
 SIZE, TOKENS = 32, 16
 STATISTICS = ["l1_norm", "max", "min"]
 LOOK = section("LogTensorStats", tensors=SIX, stats=STATISTICS)
+DUMP = section("DumpTensors", tensors=SIX, high_precision_tensor=True)
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,10 +56,11 @@ def shared_layers(rank: int, folder: Path) -> dict[str, Logged]:
                 own_grad = half(grad, rank)
             with torch.no_grad():
                 layer.weight.copy_(half(weight, rank, 0 if by_column else 1))
-            name = f"{mode} {sequence}"
-            with debugging(folder / name, LOOK):
-                _train(layer, own_x.clone(), own_grad)
-            found[name] = logged(folder / name, rank)
+            for end, beside in (("", []), (" beside DumpTensors", [DUMP])):
+                name = f"{mode} {sequence}{end}"
+                with debugging(folder / name, LOOK, *beside):
+                    _train(layer, own_x.clone(), own_grad)
+                found[name] = logged(folder / name, rank)
     return found
 
 

@@ -65,10 +65,12 @@ class FakeManager:
         self._decided[key] = (iteration, min(following, default=1 << 60), answer)
         return answer
 
-    def call(self, namespace, api_name, *, layer_name, **arguments):
-        routed = self.route(
-            namespace, layer_name, api_name, arguments.get("tensor_name"), arguments.get("gemm")
-        )
+    def active(self, iteration, namespace, api_name, layer, *target):
+        return self.route(namespace, layer, api_name, *target)
+
+    def call(self, namespace, api_name, *, layer_name, skip=lambda routed: False, **arguments):
+        names = arguments.get("tensor_name"), arguments.get("gemm")
+        routed = [r for r in self.route(namespace, layer_name, api_name, *names) if not skip(r)]
         results = [_call(r, api_name, {"layer_name": layer_name, **arguments}) for r in routed]
         return results[0] if api_name == "modify_tensor" else None
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from transformer_engine.debug.names import NAMESPACE, GemmTensor
+from transformer_engine.debug.plans import taken_by_kernels
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.tensor import Quantizer
 
@@ -95,6 +96,7 @@ class FeatureCalls:
         self._show(
             "inspect_tensor",
             x,
+            skip=taken_by_kernels,
             rowwise_quantized_tensor=rowwise,
             columnwise_quantized_tensor=columnwise,
             quantizer=quantizer,

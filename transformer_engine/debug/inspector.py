@@ -83,7 +83,7 @@ class Inspector:
 
     @property
     def statistics(self) -> Collector | None:
-        """The collector of built-in statistics; None: features are called for them."""
+        """The collector of built-in statistics; None: none are taken."""
         return getattr(self.manager, "statistics", None)
 
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
@@ -116,10 +116,10 @@ class Inspector:
 
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features what to do in every layer (GEMM triple) of the module."""
-        provided, names = self.statistics is not None, module.chain.gemm_names
+        names = module.chain.gemm_names
         about = zip(names, call.quantizers, _gemms_in_blocks(call), strict=True)
         plans = [
-            Planner(self.manager, name, quantizers.fp8, self.iteration, provided, in_blocks).plan()
+            Planner(self.manager, name, quantizers.fp8, self.iteration, in_blocks).plan()
             for name, quantizers, in_blocks in about
         ]
         for plan in plans:
@@ -154,7 +154,7 @@ class Inspector:
         following: list[int],
         fed: list[TensorStatistics],
     ) -> GemmQuantizers:
-        """Replace the quantizers of tensors of which only built-in statistics are requested.
+        """Replace the quantizers of tensors of which built-in statistics are requested.
 
         Args:
             module: that runs.
@@ -333,7 +333,7 @@ class Inspector:
         # An exported program runs without a session.
         self.refuse((layer,), "a compiled graph", captured=not is_exporting())
         if self.statistics is not None:
-            self._log(Planner(self.manager, layer, fp8, self.iteration, True).plan())
+            self._log(Planner(self.manager, layer, fp8, self.iteration).plan())
 
     def statistics_of(
         self,

@@ -30,7 +30,7 @@ class TensorPlan:
     inspect: bool
     inspect_rowwise: bool
     inspect_columnwise: bool
-    statistics: tuple[Any, ...] = ()  # its features, if all of them are built-in statistics
+    statistics: tuple[Any, ...] = ()  # the features that request built-in statistics of it
 
     @property
     def modifies(self) -> bool:
@@ -83,7 +83,6 @@ class Planner:
     layer: str
     fp8: bool  # the recipe casts operands to FP8
     iteration: int
-    kernels_take_statistics: bool = False  # built-in ones need no call of their features
     gemms_in_blocks: Sequence[str] = ()  # that run on operands with scales of blocks
     next_iteration: int | None = None  # the first at which an answer may differ
 
@@ -101,9 +100,9 @@ class Planner:
 
     def _tensor(self, tensor: GemmTensor) -> TensorPlan:
         looking = self._routed("inspect_tensor_enabled", tensor)
-        by_kernels = bool(looking) and self.kernels_take_statistics
-        by_kernels = by_kernels and all(_has(r, "built_in_statistics") for r in looking)
-        inspect = not by_kernels and self._ask("inspect_tensor_enabled", tensor)
+        statistics = tuple(routed for routed in looking if taken_by_kernels(routed))
+        inspect = len(statistics) < len(looking) and self._ask("inspect_tensor_enabled", tensor)
+        inspect = inspect and self._calls_for(tensor)
         gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
         ask_after = partial(self._ask, "inspect_tensor_postquantize_enabled", tensor)
         if tensor.is_operand:
@@ -114,8 +113,13 @@ class Planner:
             after = [p is Plan.MODIFY and ask_after(g) for p, g in zip(plans, gemms, strict=True)]
         # A side in high precision has no operand of its own to inspect.
         after = [a and p is not Plan.HIGH_PRECISION for a, p in zip(after, plans, strict=True)]
-        statistics = looking if by_kernels else ()
         return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[-1], statistics)
+
+    def _calls_for(self, tensor: GemmTensor) -> bool:
+        """Whether a feature that answered yes is to be called."""
+        target = (self.layer, tensor.name, None)
+        active = self.manager.active(self.iteration, NAMESPACE, "inspect_tensor", *target)
+        return not all(taken_by_kernels(routed) for routed in active)
 
     def _side(self, tensor: GemmTensor, gemm: str) -> Plan:
         modify = self._ask("modify_tensor_enabled", tensor, gemm)
@@ -186,6 +190,11 @@ class Planner:
         self.manager.log_message(text, layer, level=logging.WARNING, once=key)
 
 
+def taken_by_kernels(routed: Any) -> bool:
+    """Whether a feature wants built-in statistics alone, for which layers do not call it."""
+    return _has(routed, "built_in_statistics")
+
+
 def _has(routed: Any, attribute: str) -> bool:
     return bool(getattr(routed.feature, attribute, False))
 
@@ -200,6 +209,6 @@ def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str
             for call in ROUTING_CALLS:
                 about = None if call == "fp8_gemm_enabled" else tensor.name
                 for routed in manager.route(NAMESPACE, layer, call, about, gemm):
-                    if not (by_kernels and _has(routed, "built_in_statistics")):
+                    if not (by_kernels and taken_by_kernels(routed)):
                         return str(routed.name)
     return None

@@ -147,7 +147,7 @@ class InspectedQuantizer(WrappingQuantizer):
             result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)
         self._show(x, [quantized if s is None else s for s in seen], request)
         if self.statistics is not None and fp8_weight is not None:
-            self.statistics.feed_fp8_weight(fp8_weight, self.dtype, self.inner)
+            self.statistics.feed_fp8_weight(fp8_weight, self.dtype, self.inner, values=x)
         elif self.statistics is not None:
             self.statistics.feed(x, result.rowwise, result.columnwise, self.inner)
         return result

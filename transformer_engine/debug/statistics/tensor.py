@@ -224,14 +224,20 @@ class TensorStatistics:
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
 
     def feed_fp8_weight(
-        self, weight: Fp8Matrix, dtype: torch.dtype, quantizer: Any, captured: bool = False
+        self,
+        weight: Fp8Matrix,
+        dtype: torch.dtype,
+        quantizer: Any,
+        captured: bool = False,
+        values: torch.Tensor | None = None,
     ) -> None:
-        """Take all due statistics of a weight that is kept in FP8."""
-        values = [self._moments, *(self.slots[source] for source in self._blocks)]
-        if any(self._open(slot, captured) for slot in values):
-            x = dequantize(weight.codes, weight.format, weight.scales, dtype)
-            self.feed_moments(x, captured)
-            self.feed_blocks(x, captured)
+        """Take all due statistics of a weight that is kept in FP8; `values` may be known."""
+        slots = [self._moments, *(self.slots[source] for source in self._blocks)]
+        if any(self._open(slot, captured) for slot in slots):
+            if values is None:
+                values = dequantize(weight.codes, weight.format, weight.scales, dtype)
+            self.feed_moments(values, captured)
+            self.feed_blocks(values, captured)
         self.feed_casts(None, weight, weight, quantizer, captured)
 
     def _skip(self, reason: str) -> None:
