@@ -13,7 +13,8 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
-DUMP = section("DumpTensors", tensors=["activation"], high_precision_tensor=True)
+RESULTS = ["output", "dgrad", "wgrad"]
+DUMP = section("DumpTensors", tensors=["activation", *RESULTS], high_precision_tensor=True)
 MSE = section("LogFp8TensorStats", tensors=["activation"], stats=["mse", "mse_columnwise"])
 
 
@@ -56,7 +57,7 @@ def test_others_may_look_at_the_same_tensor(tmp_path: Path, device: str) -> None
     moments = section("LogTensorStats", tensors=["activation"], stats=list(ALL))
     x, found = _step(tmp_path, device, moments, DUMP)
     assert_statistics(found, reference(x))
-    (file,) = (tmp_path / "tensor_dumps").rglob("*.pt")
+    (file,) = (tmp_path / "tensor_dumps").rglob("*activation*.pt")
     assert torch.load(file, weights_only=True)["high_precision"].equal(x.cpu())
 
 
@@ -77,3 +78,21 @@ def test_a_direction_that_no_gemm_takes_has_no_casts(
     assert logged(tmp_path)[0, "layer", "activation"] == {
         "mse": pytest.approx(_error(x, 1.0), rel=1e-5)
     }
+
+
+@pytest.mark.parametrize("beside", [[], [DUMP]], ids=["alone", "beside DumpTensors"])
+def test_statistics_are_of_the_result_that_a_feature_has_modified(
+    tmp_path: Path, device: str, beside: list[Config]
+) -> None:
+    layer = te.Linear(64, 32, device=device, name="layer")
+    fake = section(
+        "FakeQuant", gemms=["fprop", "dgrad", "wgrad"], tensors=RESULTS, quant_format="FP8E5M2"
+    )
+    moments = section("LogTensorStats", tensors=RESULTS, stats=list(ALL))
+    x = torch.randn(32, 64, device=device, requires_grad=True)
+    with debugging(tmp_path, fake, moments, *beside):
+        y = layer(x)
+        y.backward(torch.randn_like(y))
+        debug_api.step()
+    for tensor, value in zip(RESULTS, (y, x.grad, layer.weight.grad), strict=True):
+        assert_statistics(logged(tmp_path)[0, "layer", tensor], reference(value))

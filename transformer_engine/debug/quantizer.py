@@ -206,10 +206,10 @@ class InspectedResult(Quantizer):
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
         """Let features modify the result, then inspect it."""
-        x = self.inner.process_gemm_output(x)
         gemm = self.plan.tensor.rowwise
         if self.plan.rowwise is Plan.MODIFY:
             x = self.calls.check_dtype(self.calls.modify(gemm, x, None), x.dtype, gemm)
+        x = self.inner.process_gemm_output(x)
         if self.plan.inspect:
             self.calls.inspect(x)
         if self.plan.inspect_rowwise:
