@@ -96,3 +96,46 @@ def test_statistics_are_of_the_result_that_a_feature_has_modified(
         debug_api.step()
     for tensor, value in zip(RESULTS, (y, x.grad, layer.weight.grad), strict=True):
         assert_statistics(logged(tmp_path)[0, "layer", tensor], reference(value))
+
+
+OVERRIDES = """
+from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.features.log_tensor_stats import LogTensorStats
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class OfLargeTensors(LogTensorStats):
+    @api_method
+    def inspect_tensor(self, config, layer_name, tensor_name, tensor, iteration, tp_group):
+        if tensor.shape[0] > 1:
+            super().inspect_tensor(config, layer_name, tensor_name, tensor, iteration, tp_group)
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class OfLaterSteps(LogTensorStats):
+    @api_method
+    def inspect_tensor_enabled(self, iteration):
+        return iteration > 0, iteration + 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("feature", "expected"),
+    [("OfLargeTensors", {0: 8.0, 1: 8.0}), ("OfLaterSteps", {1: 12.0})],
+)
+def test_a_subclass_may_define_a_call_anew(tmp_path: Path, feature: str, expected: dict) -> None:
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "own.py").write_text(OVERRIDES)
+    layer = te.Linear(4, 4, device="cpu", name="layer")
+    own = section(feature, tensors=["activation"], stats=["l1_norm"])
+    with debugging(tmp_path, own, feature_dirs=[str(tmp_path / "features")]):
+        for _ in range(2):
+            for rows in (1, 2):
+                layer(torch.ones(rows, 4)).sum().backward()
+            layer.eval()
+            with torch.no_grad():
+                layer(torch.ones(2, 4))
+            layer.train()
+            debug_api.step()
+    found = {step: values["l1_norm"] for (step, _, _), values in logged(tmp_path).items()}
+    assert found == expected

@@ -19,6 +19,7 @@ from transformer_engine.debug.plans import (
     Planner,
     TensorPlan,
     feature_that_needs_python,
+    taken_by_kernels,
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
@@ -175,10 +176,12 @@ class Inspector:
                 module,
             )
             if quantizer is not None:
-                changed[name] = quantizer
+                by_kernels = [routed for routed in tensor.statistics if taken_by_kernels(routed)]
+                if by_kernels:
+                    changed[name] = quantizer
                 if tensor.tensor.name in _OF_FORWARDS:
                     fed.append(quantizer.statistics)
-                self.log_statistics(plan.layer, tensor.tensor.name, tensor.statistics)
+                self.log_statistics(plan.layer, tensor.tensor.name, by_kernels)
             if next_iteration is not None:
                 following.append(next_iteration)
         return quantizers.replaced(changed)

@@ -100,9 +100,9 @@ class Planner:
 
     def _tensor(self, tensor: GemmTensor) -> TensorPlan:
         looking = self._routed("inspect_tensor_enabled", tensor)
-        statistics = tuple(routed for routed in looking if taken_by_kernels(routed))
-        inspect = len(statistics) < len(looking) and self._ask("inspect_tensor_enabled", tensor)
-        inspect = inspect and self._calls_for(tensor)
+        statistics = tuple(routed for routed in looking if _has(routed, "built_in_statistics"))
+        called = not all(taken_by_kernels(routed) for routed in looking)
+        inspect = called and self._ask("inspect_tensor_enabled", tensor) and self._calls_for(tensor)
         gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
         ask_after = partial(self._ask, "inspect_tensor_postquantize_enabled", tensor)
         if tensor.is_operand:
@@ -191,8 +191,16 @@ class Planner:
 
 
 def taken_by_kernels(routed: Any) -> bool:
-    """Whether a feature wants built-in statistics alone, for which layers do not call it."""
-    return _has(routed, "built_in_statistics")
+    """Whether a feature wants built-in statistics alone, for which layers do not call it.
+
+    Subclasses that define one of the calls anew are called.
+    """
+    kind = type(routed.feature)
+    built_in = next((c for c in kind.__mro__ if "built_in_statistics" in vars(c)), None)
+    calls = ("inspect_tensor", "inspect_tensor_enabled")
+    return built_in is not None and all(
+        getattr(kind, call) is getattr(built_in, call) for call in calls
+    )
 
 
 def _has(routed: Any, attribute: str) -> bool:
@@ -209,6 +217,7 @@ def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str
             for call in ROUTING_CALLS:
                 about = None if call == "fp8_gemm_enabled" else tensor.name
                 for routed in manager.route(NAMESPACE, layer, call, about, gemm):
-                    if not (by_kernels and taken_by_kernels(routed)):
+                    taken = call == "inspect_tensor_enabled" and taken_by_kernels(routed)
+                    if not (by_kernels and taken):
                         return str(routed.name)
     return None
