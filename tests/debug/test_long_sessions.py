@@ -40,6 +40,19 @@ def test_layers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     assert len(rows) == 5 * 2 * 3
 
 
+class Grouped(te.GroupedLinear):
+    """All rows are of one part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, [16])
+
+
+LAYERS = {
+    "layer": lambda: te.Linear(16, 16, device="cpu", name="layer"),
+    "layer.gemm_0": lambda: Grouped(1, 16, 16, device="cpu", name="layer"),
+}
+
+
 def validate(layer: torch.nn.Module) -> None:
     layer.eval()
     with torch.no_grad():
@@ -49,10 +62,11 @@ def validate(layer: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("beside", [[], [DUMP]], ids=["alone", "beside DumpTensors"])
 @pytest.mark.parametrize("place", ["before", "behind"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_validation_does_not_count_in_the_step_of_a_training(
-    tmp_path: Path, place: str, beside: list[Config]
+    tmp_path: Path, name: str, place: str, beside: list[Config]
 ) -> None:
-    layer = te.Linear(16, 16, device="cpu", name="layer")
+    layer = LAYERS[name]()
     with debugging(tmp_path, LOG, *beside):
         for value in (1.0, 2.0):
             if place == "before":
@@ -64,7 +78,7 @@ def test_a_validation_does_not_count_in_the_step_of_a_training(
             debug_api.step()
     rows = logged(tmp_path)
     for step in range(2):
-        assert rows[step, "layer", "activation"] == {"max": step + 2.0, "mean": step + 1.5}
+        assert rows[step, name, "activation"] == {"max": step + 2.0, "mean": step + 1.5}
 
 
 def test_an_evaluation_alone_is_logged(tmp_path: Path) -> None:

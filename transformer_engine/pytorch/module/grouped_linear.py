@@ -192,6 +192,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         for part in self._parts:
             part.save_original_input = value
 
+    def train(self, mode: bool = True) -> GroupedLinear:
+        """Set whether it is trained, as torch does: statistics keep evaluations apart."""
+        for part in self._parts:
+            part.train(mode)
+        return super().train(mode)
+
     def parts(self) -> tuple[Linear, ...]:
         """One Linear for each part."""
         return self._parts
