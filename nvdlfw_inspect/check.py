@@ -150,14 +150,9 @@ def _layers_of(factory: str) -> list[str]:
 
 
 def _names(model: Any) -> list[str]:
-    te = importlib.import_module("transformer_engine.pytorch")
-    names: list[str] = []
-    for module in model.modules():
-        if isinstance(module, te.LayerNormMLP):
-            names += [f"{module.name}.fc1", f"{module.name}.fc2"]
-        elif isinstance(module, (te.Linear, te.LayerNormLinear)):
-            names.append(str(module.name))
-    return names
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+    layers = [m for m in model.modules() if isinstance(m, base.TransformerEngineBaseModule)]
+    return [name for layer in layers for name in layer.gemm_names]
 
 
 def _print_plan(

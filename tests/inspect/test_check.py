@@ -92,8 +92,9 @@ def test_what_is_no_yaml_is_reported_with_its_place_too(
 @pytest.mark.parametrize(
     ("layers", "selected"),
     [
-        ("fc1", ["model.layernorm_mlp.fc1"]),
-        ("layernorm_linear", ["model.self_attention.layernorm_qkv"]),
+        ("fc1", ["model.0.layernorm_mlp.fc1"]),
+        ("layernorm_linear", ["model.0.self_attention.layernorm_qkv"]),
+        ("gemm_1", ["model.1.gemm_1"]),
         ("nothing", []),
     ],
 )
@@ -106,21 +107,22 @@ def test_names_the_layers_of_a_model(
 ) -> None:
     pytest.importorskip("torch")
     (folder / "checked_model.py").write_text(
-        "import transformer_engine.pytorch as te\n"
-        "def build():\n    return te.TransformerLayer(32, 64, 2, device='meta')\n"
+        "import torch\nimport transformer_engine.pytorch as te\n"
+        "def build():\n    layer = te.TransformerLayer(32, 64, 2, device='meta')\n"
+        "    return torch.nn.Sequential(layer, te.GroupedLinear(2, 32, 32, device='meta'))\n"
     )
     monkeypatch.syspath_prepend(str(folder))
     config = CONFIG.replace("LAYERS", layers)
     assert check(folder, config, "--model", "checked_model:build") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[2] == f"watched: {len(selected)} of 4 layers"
+    assert lines[2] == f"watched: {len(selected)} of 6 layers"
     assert [line.strip() for line in lines[3 : 3 + len(selected)]] == selected
     assert ("section watched: layer_types [nothing] selects no layer" in captured.err) == (
         not selected
     )
-    at = lines.index("the model: 4 layers")
-    assert "    model.self_attention.proj" in lines[at:]
+    at = lines.index("the model: 6 layers")
+    assert "    model.0.self_attention.proj" in lines[at:]
 
 
 def test_misspelt_layers_are_suggested_as_in_a_training(

@@ -286,7 +286,7 @@ def _check_inspected(subjects: list[Subject]) -> None:
     inspector = process_state().inspector
     if inspector is None:
         return
-    layers = [name for s in subjects for module in s.ours for name in module.chain.gemm_names]
+    layers = [name for s in subjects for module in s.ours for name in module.gemm_names]
     inspector.refuse(layers, "a CUDA graph capture", captured=True)
 
 

@@ -112,6 +112,11 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
         """The modules that run its GEMMs: itself."""
         return (self,)
 
+    @property
+    def gemm_names(self) -> list[str]:
+        """Names of its GEMMs, by which the debugger knows them."""
+        return [name for part in self.parts() for name in part.chain.gemm_names]
+
     def _weights(self) -> Sequence[torch.Tensor]:
         """Those weights, whole."""
         raise NotImplementedError
