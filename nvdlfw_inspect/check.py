@@ -51,13 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         text = path.read_bytes()
         layers = _layers_of(arguments.model) if arguments.model else None
+        config, missing, broken = _load(text, str(path), arguments.feature_dirs)
     except OSError as error:
         print(f"check: {error.filename or path}: {error.strerror or error}", file=sys.stderr)
         return 2
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        print(f"check: {error}", file=sys.stderr)
+        print(f"check: {str(error).removeprefix('[initialize] ')}", file=sys.stderr)
         return 2
-    config, missing, broken = _load(text, str(path), arguments.feature_dirs)
     errors, unmatched = (config.errors, []) if config.errors else _try(config, layers or [])
     warnings = [*missing, *broken, *config.warnings, *unmatched]
     unsure = bool(missing and errors)  # they may be about what is missing

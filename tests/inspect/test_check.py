@@ -226,6 +226,9 @@ def test_an_unusable_argument_exits_with_2(
     missing = str(folder / "missing.yaml")
     assert main(["check", missing]) == 2
     assert capsys.readouterr().err == f"check: {missing}: No such file or directory\n"
+    assert main(["check", str(folder / "config.yaml"), "--feature-dirs", missing]) == 2
+    expected = f'check: expected a directory with feature files, got "{missing}"'
+    assert capsys.readouterr().err.startswith(expected)
 
 
 BUILT_IN = """
