@@ -162,7 +162,7 @@ class DebugManager:
         api_name: str,
         *,
         layer_name: str,
-        skip: Callable[[Routed], bool] | None = None,
+        skip: Callable[[Any], bool] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call a method of the features whose routing call returned True for this iteration.
@@ -189,7 +189,7 @@ class DebugManager:
         arguments = {**kwargs, "layer_name": layer_name, "iteration": now}
         result = None
         for use in uses:
-            if skip is not None and skip(use):
+            if skip is not None and skip(use.feature):
                 continue
             result = self._calls.invoke(use, api_name, arguments)
             if api_name.startswith("inspect_") and result is not None:

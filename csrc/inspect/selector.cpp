@@ -23,6 +23,11 @@ std::string_view alias_of(std::string_view component) {
   return found == std::end(kAliases) ? std::string_view() : found->second;
 }
 
+// Whether a pattern says what must not stand somewhere.
+bool may_exclude(std::string_view pattern) {
+  return pattern.find("(?!") != pattern.npos || pattern.find("(?<!") != pattern.npos;
+}
+
 // Whether a pattern has the part of an alias that layers do not have: `self_attn`, `linear`.
 bool spells(std::string_view pattern, std::string_view alias) {
   constexpr std::string_view kLinear = "linear";
@@ -95,8 +100,9 @@ std::vector<std::string> names_of_layer(std::string_view layer,
 
 bool Selector::matches(std::string_view layer, const RegexSearch& regex) const {
   const bool by_pattern = exact_layer_names.empty() && layer_name_regex_pattern;
-  const std::vector<std::string> names =
-      by_pattern ? names_of_layer(layer, *layer_name_regex_pattern) : names_of_layer(layer);
+  const std::vector<std::string> names = by_pattern && may_exclude(*layer_name_regex_pattern)
+                                             ? names_of_layer(layer, *layer_name_regex_pattern)
+                                             : names_of_layer(layer);
   const auto any_name = [&](const auto& test) { return std::ranges::any_of(names, test); };
   if (!exact_layer_names.empty()) {
     return any_name([&](const std::string& name) {

@@ -18,8 +18,8 @@ using RegexSearch = std::function<bool(const std::string& pattern, const std::st
 // The names by which selectors know a layer: its own first, then those with the documented aliases:
 // self_attention -> self_attn; layernorm_qkv -> layernorm_linear_qkv; qkv ->
 // linear_qkv; layernorm_query -> layernorm_linear_q; query -> linear_q; key_value -> linear_kv
-// (whole path components, every combination of the first eight that have one). A regular expression
-// knows those aliases alone that it spells: one that excludes a layer would find it by its alias.
+// (whole path components, every combination of the first eight that have one). With a `pattern`,
+// those aliases alone that it spells.
 std::vector<std::string> names_of_layer(std::string_view layer,
                                         std::optional<std::string_view> pattern = {});
 
@@ -35,8 +35,10 @@ struct Selector {
 
   // If the selector has exact names, they alone decide; else the regular expression; else types and
   // numbers, which must both match if both are given. A selector without any of them matches
-  // nothing. The number of a layer is the only run of digits in its name that does not follow "fc"
-  // or "gemm_"; a layer without one, or with several, has no number.
+  // nothing. A regular expression that excludes something knows the aliases that it spells alone:
+  // it would find the layers that it excludes by their aliases. The number of a layer is the only
+  // run of digits in its name that does not follow "fc" or "gemm_"; a layer without one, or with
+  // several, has no number.
   bool matches(std::string_view layer, const RegexSearch& regex) const;
 };
 

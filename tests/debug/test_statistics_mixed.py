@@ -98,6 +98,7 @@ def test_statistics_are_of_the_result_that_a_feature_has_modified(
         assert_statistics(logged(tmp_path)[0, "layer", tensor], reference(value))
 
 
+SUMS = section("LogTensorStats", tensors=["activation"], stats=["l1_norm"])
 OVERRIDES = """
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.log_tensor_stats import LogTensorStats
@@ -120,15 +121,21 @@ class OfLaterSteps(LogTensorStats):
 
 
 @pytest.mark.parametrize(
-    ("feature", "expected"),
-    [("OfLargeTensors", {0: 8.0, 1: 8.0}), ("OfLaterSteps", {1: 12.0})],
+    ("feature", "beside", "expected"),
+    [
+        ("OfLargeTensors", [], {0: 8.0, 1: 8.0}),
+        ("OfLaterSteps", [], {1: 12.0}),
+        ("OfLargeTensors", [SUMS], {0: 12.0, 1: 12.0}),  # once, as without the subclass
+    ],
 )
-def test_a_subclass_may_define_a_call_anew(tmp_path: Path, feature: str, expected: dict) -> None:
+def test_a_subclass_may_define_a_call_anew(
+    tmp_path: Path, feature: str, beside: list[Config], expected: dict
+) -> None:
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / "own.py").write_text(OVERRIDES)
     layer = te.Linear(4, 4, device="cpu", name="layer")
     own = section(feature, tensors=["activation"], stats=["l1_norm"])
-    with debugging(tmp_path, own, feature_dirs=[str(tmp_path / "features")]):
+    with debugging(tmp_path, own, *beside, feature_dirs=[str(tmp_path / "features")]):
         for _ in range(2):
             for rows in (1, 2):
                 layer(torch.ones(rows, 4)).sum().backward()

@@ -68,9 +68,11 @@ class FakeManager:
     def active(self, iteration, namespace, api_name, layer, *target):
         return self.route(namespace, layer, api_name, *target)
 
-    def call(self, namespace, api_name, *, layer_name, skip=lambda routed: False, **arguments):
+    def call(self, namespace, api_name, *, layer_name, skip=lambda feature: False, **arguments):
         names = arguments.get("tensor_name"), arguments.get("gemm")
-        routed = [r for r in self.route(namespace, layer_name, api_name, *names) if not skip(r)]
+        routed = [
+            r for r in self.route(namespace, layer_name, api_name, *names) if not skip(r.feature)
+        ]
         results = [_call(r, api_name, {"layer_name": layer_name, **arguments}) for r in routed]
         return results[0] if api_name == "modify_tensor" else None
 

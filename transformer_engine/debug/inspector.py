@@ -176,7 +176,7 @@ class Inspector:
                 module,
             )
             if quantizer is not None:
-                by_kernels = [routed for routed in tensor.statistics if taken_by_kernels(routed)]
+                by_kernels = [r for r in tensor.statistics if taken_by_kernels(r.feature)]
                 if by_kernels:
                     changed[name] = quantizer
                 if tensor.tensor.name in _OF_FORWARDS:

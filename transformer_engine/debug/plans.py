@@ -101,7 +101,7 @@ class Planner:
     def _tensor(self, tensor: GemmTensor) -> TensorPlan:
         looking = self._routed("inspect_tensor_enabled", tensor)
         statistics = tuple(routed for routed in looking if _has(routed, "built_in_statistics"))
-        called = not all(taken_by_kernels(routed) for routed in looking)
+        called = not all(taken_by_kernels(routed.feature) for routed in looking)
         inspect = called and self._ask("inspect_tensor_enabled", tensor) and self._calls_for(tensor)
         gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
         ask_after = partial(self._ask, "inspect_tensor_postquantize_enabled", tensor)
@@ -119,7 +119,7 @@ class Planner:
         """Whether a feature that answered yes is to be called."""
         target = (self.layer, tensor.name, None)
         active = self.manager.active(self.iteration, NAMESPACE, "inspect_tensor", *target)
-        return not all(taken_by_kernels(routed) for routed in active)
+        return not all(taken_by_kernels(routed.feature) for routed in active)
 
     def _side(self, tensor: GemmTensor, gemm: str) -> Plan:
         modify = self._ask("modify_tensor_enabled", tensor, gemm)
@@ -190,12 +190,12 @@ class Planner:
         self.manager.log_message(text, layer, level=logging.WARNING, once=key)
 
 
-def taken_by_kernels(routed: Any) -> bool:
+def taken_by_kernels(feature: Any) -> bool:
     """Whether a feature wants built-in statistics alone, for which layers do not call it.
 
     Subclasses that define one of the calls anew are called.
     """
-    kind = type(routed.feature)
+    kind = type(feature)
     built_in = next((c for c in kind.__mro__ if "built_in_statistics" in vars(c)), None)
     calls = ("inspect_tensor", "inspect_tensor_enabled")
     return built_in is not None and all(
@@ -217,7 +217,7 @@ def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str
             for call in ROUTING_CALLS:
                 about = None if call == "fp8_gemm_enabled" else tensor.name
                 for routed in manager.route(NAMESPACE, layer, call, about, gemm):
-                    taken = call == "inspect_tensor_enabled" and taken_by_kernels(routed)
+                    taken = call == "inspect_tensor_enabled" and taken_by_kernels(routed.feature)
                     if not (by_kernels and taken):
                         return str(routed.name)
     return None

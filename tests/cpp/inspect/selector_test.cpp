@@ -53,6 +53,7 @@ TEST(Selector, PatternsThatExcludeLayers) {
   EXPECT_EQ(of(".*\\.(?!fc1|fc2|layernorm_qkv)\\w+$"), 0b0010);
   EXPECT_EQ(of("self_attn\\.(?!layernorm_qkv)"), 0b0010);
   EXPECT_EQ(of("layernorm_linear"), 0b0001);
+  EXPECT_EQ(of(".*(self|inter)_attn.*"), 0b0011) << "nothing is excluded: any alias is known";
 }
 
 TEST(Selector, Precedence) {

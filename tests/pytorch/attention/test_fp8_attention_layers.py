@@ -121,6 +121,17 @@ def test_a_layer_as_one_node(device):
     assert layer._fused and not any(one._plans for one in twin._fused.values())
 
 
+def test_plans_go_with_the_scaling_state(device):
+    layer = te.DotProductAttention(HEADS, SIZE)
+    x = [torch.randn(LENGTH, 2, HEADS, SIZE, device=device, requires_grad=True) for _ in range(3)]
+    for _ in range(3):
+        with te.fp8_autocast(fp8_recipe=RECIPE):
+            layer(*x)
+        assert len(layer._core._plans) == 1
+        layer.load_state_dict(layer.state_dict())
+        assert not layer._core._plans
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("alone", [True, False])
 def test_captured_in_a_graph(alone):

@@ -48,3 +48,21 @@ def test_calls_that_leave_no_amax_between_forward_and_backward(between, nested, 
     for direction, state in layer.scaling.items():
         assert_bitwise(twin.scaling[direction].scale, state.scale)
         assert_bitwise(twin.scaling[direction].amax_history, state.amax_history)
+
+
+def test_a_step_updates_states_that_a_later_one_has_put_into_its_group(device) -> None:
+    """Its backward may come behind forwards of other modules, as in pipelines."""
+    torch.manual_seed(0)
+    first, second = (te.Linear(32, 32, device=device) for _ in range(2))
+    x, recipe = torch.randn(16, 32, device=device), DelayedScaling(amax_history_len=4)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        with torch.no_grad():
+            hidden = first(x)
+        y = second(hidden)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        later = second(first(x))
+    y.backward(torch.full_like(y, 0.5))
+    assert second.scaling["backward"].scale[0] == 57344.0 / 0.5
+    later.backward(torch.full_like(later, 0.25))
+    assert second.scaling["backward"].amax_history[-2:, 0].tolist() == [0.5, 0.25]
+    assert first.scaling["backward"].scale[0] != 1.0

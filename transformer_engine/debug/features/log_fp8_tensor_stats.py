@@ -99,7 +99,8 @@ class LogFp8TensorStats(Scheduled):
         known = [t for t in (tensor, rowwise_quantized_tensor) if t is not None]
         if not known:
             return
-        statistics = collector().tensor(layer_name, tensor_name, known[0].device, tp_group, tp_size)
+        about = (layer_name, tensor_name, known[0].device, tp_group, tp_size)
+        statistics = collector().of_call(self, *about)
         if statistics is not None:
             statistics.feed_casts(
                 tensor, rowwise_quantized_tensor, columnwise_quantized_tensor, quantizer

@@ -94,7 +94,8 @@ class LogTensorStats(Scheduled):
         if tensor is None:
             return
         _check(tensor, layer_name, tensor_name)
-        statistics = collector().tensor(layer_name, tensor_name, tensor.device, tp_group, tp_size)
+        about = (layer_name, tensor_name, tensor.device, tp_group, tp_size)
+        statistics = collector().of_call(self, *about)
         if statistics is not None:
             statistics.feed_moments(tensor)
             statistics.feed_blocks(tensor)

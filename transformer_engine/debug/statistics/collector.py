@@ -15,6 +15,7 @@ import torch
 
 from nvdlfw_inspect.utils import warn_user
 from transformer_engine.debug.names import NAMESPACE
+from transformer_engine.debug.plans import taken_by_kernels
 from transformer_engine.debug.shared_amax import SharedAmax
 from transformer_engine.debug.statistics.buffer import DeviceBuffer
 from transformer_engine.debug.statistics.feeds import TensorName
@@ -105,6 +106,22 @@ class Collector:
                 if found is not None and tp_size > 1 and tp_group is not None:
                     self._share(found, tp_group, replicated)
         return found
+
+    def of_call(
+        self, feature: Any, layer: str, tensor: str, device: torch.device, *ranks: Any
+    ) -> TensorStatistics | None:
+        """Return the statistics that a call of a feature feeds.
+
+        None for a subclass of a built-in feature beside one whose statistics kernels take: these
+        are the same statistics, and the tensor counts once. `ranks` are the tensor parallel group
+        and its size.
+        """
+        if not taken_by_kernels(feature):
+            target = (layer, tensor, None)
+            routed = self.manager.active(self.iteration, NAMESPACE, "inspect_tensor", *target)
+            if any(taken_by_kernels(one.feature) for one in routed):
+                return None
+        return self.tensor(layer, tensor, device, *ranks)
 
     def _share(self, tensor: TensorStatistics, tp_group: Any, replicated: bool) -> None:
         """Note that other ranks have shards or copies of a tensor."""

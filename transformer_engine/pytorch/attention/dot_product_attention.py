@@ -290,6 +290,10 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
         out = out if step is None else step.restored(out)
         return (out, max_logit(query, key, call)) if self.return_max_logit else out
 
+    def drop_plans(self) -> None:
+        """Drop plans that point to scaling state which has moved."""
+        self._core.drop_plans()
+
     @property
     def chain(self) -> Chain:
         """The stage of attention, see `chain.flow`."""
@@ -300,16 +304,15 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
     ) -> Planned | None:
         """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`.
 
-        Arguments are those of `forward`. None for those that more than a stage is needed for (a
-        cache of keys and values), and for FP8 in compiled code.
+        Arguments are those of `forward`. None where a call needs more than a stage.
         """
-        more, casts = self.return_max_logit or not _OF_MORE.isdisjoint(arguments), None
-        if not more and asks(autocast_stack().scope, self.name):
-            more = torch.compiler.is_compiling()
-            if not more:
-                casts = casts_in_scope(self, any(values.needs), values.like.device)
-        if more:
+        stack, casts = autocast_stack(), None
+        if self.return_max_logit or not _OF_MORE.isdisjoint(arguments):
             return None
+        if asks(stack.scope, self.name):
+            if torch.compiler.is_compiling() or stack.entered_in_graph:
+                return None  # each call has scales of its own
+            casts = casts_in_scope(self, any(values.needs), values.like.device)
         own = arguments_of(self, attention_mask, **arguments)
         if torch.compiler.is_compiling() and (own.checkpoint or self._drops()):
             return None

@@ -94,6 +94,10 @@ class Part:
             plan = self._plans[key] = self._prepared(dtype, needs, options)
         return plan, parameters
 
+    def drop_plans(self) -> None:
+        """Drop all plans and recordings."""
+        self._plans.clear()
+
     def _prepared(self, dtype: torch.dtype, needs: tuple[bool, ...], options: Any) -> CallPlan:
         return self.chain.prepare(self._plan_with(dtype, needs, options))
 

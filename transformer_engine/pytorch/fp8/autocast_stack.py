@@ -75,7 +75,7 @@ class Step:
             found = [compiled.get((scope.recipe, scope.group)) for scope in self.scopes]
             groups += filter(None, found)
         errors = []
-        for group in dict.fromkeys(groups):
+        for group in dict.fromkeys([group.current for group in groups]):
             try:
                 group.update(direction)
             except Exception as error:

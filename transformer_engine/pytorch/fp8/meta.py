@@ -133,7 +133,7 @@ def _scope_of(module: ScaledModule) -> Scope:
 def last_scope(module: ScaledModule) -> Scope | None:
     """The scope of the newest of the module's plans in FP8."""
     known = {scope.number: scope for scope in [*process_state().scopes] if scope.enabled}
-    parts: Any = getattr(module, "parts", tuple)()  # attention has no plans
+    parts: Any = getattr(module, "parts", tuple)()  # those of attention name no scope
     numbers = [key[0] for part in parts for key in part._plans]
     return next((known[number] for number in reversed(numbers) if number in known), None)
 

@@ -55,7 +55,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         return None
 
     def drop_plans(self) -> None:
-        """Drop plans that point to scaling state which has moved; the base class has none."""
+        """Drop plans that point to scaling state which has moved; the base class knows none."""
 
     @constant_in_graphs
     def make_compiled_state(
@@ -98,7 +98,9 @@ class ScaledModule(OptionalExtraState, nn.Module):
         """Restore FP8 scaling state; None and empty tensors leave it as it is."""
         restored = extra_state.unpack(state, self.name)
         check_columns(restored, self.gemm_count, self.name)
-        self.scaling = restored or self.scaling
+        if restored:
+            self.scaling = restored
+            self.drop_plans()
 
     @property
     def fp8_meta(self) -> Fp8Meta:

@@ -230,6 +230,12 @@ class ScalingGroup:
         self.process_group = process_group
         self.compiled = compiled
         self.members = {way: ScalingMembers(self, way) for way in (FORWARD, BACKWARD)}
+        self._absorbed_by: ScalingGroup | None = None
+
+    @property
+    def current(self) -> ScalingGroup:
+        """The group that has the states of this one now, for steps whose backward is to come."""
+        return self if self._absorbed_by is None else self._absorbed_by.current
 
     def add(self, state: ScalingState) -> None:
         """Add a state, and remove it from the group that it was in."""
@@ -242,6 +248,7 @@ class ScalingGroup:
         for members in other.members.values():
             for state in members.alive():
                 self.add(state)
+        other._absorbed_by = self
 
     def update(self, direction: str) -> None:
         """End a step in a direction."""

@@ -243,8 +243,11 @@ def casts_in_scope(
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
     recipe: Any = scope.recipe
-    forward, backward, _ = states_of(module, recipe, device, counts or not scope.enabled)
-    if not torch.compiler.is_compiling():
+    forward, backward, moved = states_of(module, recipe, device, counts or not scope.enabled)
+    if moved:
+        module.drop_plans()
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         stack.join(module.scaling, counts)
     if recipe.fp8_mha:
         _announce_mha()
@@ -271,7 +274,7 @@ def casts_in_scope(
         *_backward_slots(backward, rules.backward_format(recipe), casts),
         reduction=(recipe.reduce_amax, scope.group),
         columns=columns,
-        of_state=scales is None and not torch.compiler.is_compiling(),
+        of_state=scales is None and not (compiling or stack.entered_in_graph),
         backward_in_fp8=asked,
     )
 
