@@ -120,6 +120,13 @@ def test_default_slopes(device, heads):
     torch.testing.assert_close(slopes.flatten().double().cpu(), reference.slopes_of(heads))
 
 
+def test_default_slopes_are_fp32(device, default_dtype):
+    """Of 12 heads some are no powers of two."""
+    slopes = default_slopes(12, torch.device(device))
+    assert slopes.dtype is torch.float32
+    torch.testing.assert_close(slopes.flatten().double().cpu(), reference.slopes_of(12))
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_given_slopes(device, shape):
     q, k, v = make_qkv(device, grad=False)

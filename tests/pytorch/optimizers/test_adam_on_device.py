@@ -202,6 +202,26 @@ def test_lists_that_do_not_fit():
         adam(AdamTensors(x, x, x, x, [], [one, one]), one, one, None, rules)
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_steps_are_counted_in_fp32(capturable, device, default_dtype):
+    """Whatever torch's default dtype is; in bf16, 301 would be 302."""
+    values = torch.randn(8, dtype=torch.float32).to(device)
+
+    def stepped():
+        own = nn.Parameter(values.clone())
+        own.grad = values.sin()
+        optimizer = FusedAdam([own], capturable=capturable, **SETTINGS)
+        optimizer.param_groups[0]["step"] = 300
+        optimizer.step()
+        return own.detach()
+
+    found = stepped()
+    torch.set_default_dtype(torch.float32)
+    assert_bitwise(found, stepped())
+    torch.set_default_dtype(default_dtype)
+    assert all(x.dtype is torch.float32 for x in clip_factor([], 1.0))
+
+
 @pytest.mark.gpu
 def test_captured_steps_are_eager_steps():
     """With a learning rate and a factor that change between replays."""

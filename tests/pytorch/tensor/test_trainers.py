@@ -6,7 +6,7 @@ import torch.distributed as dist
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8BlockScaling
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
@@ -235,6 +235,19 @@ def test_pieces_of_masters_give_the_weight(kind, device, monkeypatch):
                 assert_bitwise(own[i]._columnwise_scale_inv, weight._columnwise_scale_inv)
             if kind == "delayed":
                 assert own[i]._quantizer.amax == whole[i]
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, Float8CurrentScaling])
+def test_masters_and_state_dicts_under_any_default_dtype(recipe, device, default_dtype):
+    with te.quantized_model_init(recipe=recipe()):
+        layer = te.Linear(128, 256, device=device, params_dtype=torch.float32)
+    before = layer.weight.dequantize()
+    cast_master_weights_to_fp8([layer.weight], [before.flatten().float()], [0], None)
+    assert_bitwise(layer.weight.dequantize(), before)
+    layer.load_state_dict(layer.state_dict())
+    assert_bitwise(layer.weight.dequantize(), before)
+    pieces = _largest(layer.weight, None, 0)
+    assert pieces.dtype is torch.float32
 
 
 def test_refused_masters(device):

@@ -372,7 +372,8 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             return NO_SINK
         if self.softmax_type == "learnable":
             return Sink("learnable", self.softmax_offset)
-        return Sink(self.softmax_type, torch.zeros(self.local_heads, device=device))
+        zeros = torch.zeros(self.local_heads, dtype=torch.float32, device=device)
+        return Sink(self.softmax_type, zeros)
 
     def _drops(self) -> bool:
         return self.training and self.attention_dropout > 0.0

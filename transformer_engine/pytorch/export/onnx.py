@@ -109,7 +109,7 @@ def dequantized_weight(
         refuse(weight.label, "call model.requires_grad_(False) first", layer)
     matrix = rowwise_of(weight)
     assert matrix is not None
-    table = torch.tensor(_VALUES[matrix.element], device=matrix.codes.device)
+    table = torch.tensor(_VALUES[matrix.element], dtype=torch.float32, device=matrix.codes.device)
     inverse = matrix.layout.spread(matrix.scales, *matrix.codes.shape)
     if not matrix.layout.in_blocks:
         inverse = inverse.reshape(())

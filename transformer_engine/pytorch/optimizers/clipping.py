@@ -62,7 +62,7 @@ def clip_factor(
     found = [one for one in parameters if one.grad is not None]
     gradients: list[Any] = [one.grad for one in found]
     if not gradients:
-        return torch.zeros(()), torch.ones(())
+        return torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32)
     cut = () if group_size(tp_group) == 1 else [_is_part(one, tp_group) for one in found]
     with torch.no_grad():
         norm = total_norm(gradients, cut, tp_group).float()

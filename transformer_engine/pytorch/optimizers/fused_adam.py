@@ -262,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         firsts, seconds, values = (self._values(parts, states, name) for name in STATES)
         device = parts[0].local.device
-        so_far = torch.full((len(values),), group["step"] - 1.0, device=device).unbind()
+        so_far = values[0].new_full((len(values),), group["step"] - 1.0).unbind()
         beta1, beta2 = group["betas"]
         (adamw if self.adam_w_mode else adam)(
             values,

@@ -17,7 +17,7 @@ def device_count(count: Any, device: torch.device) -> torch.Tensor:
     """The number of steps as fp32 `[1]` on the device, from a tensor or a number of the host."""
     if isinstance(count, torch.Tensor):
         return count.to(device, torch.float32).reshape(1)
-    return torch.full((1,), float(count), device=device)
+    return torch.full((1,), float(count), dtype=torch.float32, device=device)
 
 
 def step_on_device(

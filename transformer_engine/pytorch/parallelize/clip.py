@@ -48,7 +48,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             cut.append(shard is not None)
             group = group if shard is None else shard.ranks.group
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     norm = total_norm(gradients, cut, group)
     _multiply(gradients, clipping(norm, max_norm))
     return norm

@@ -145,8 +145,9 @@ def _check(weight: Any, master: torch.Tensor | None, start: int | None) -> None:
 def _largest(weight: Any, master: torch.Tensor | None, start: int) -> torch.Tensor:
     """fp32: the magnitude of a piece, or what it adds to each block."""
     if not isinstance(weight, Float8BlockwiseQTensor):
-        return torch.zeros(1, device=weight.device) if master is None else amax(_row(master))
-    values = torch.zeros(matrix_shape(weight.shape), device=weight.device)
+        zero = torch.zeros(1, dtype=torch.float32, device=weight.device)
+        return zero if master is None else amax(_row(master))
+    values = torch.zeros(matrix_shape(weight.shape), dtype=torch.float32, device=weight.device)
     if master is not None:
         _piece(values, master, start).copy_(master.detach().flatten())
     layout = block_layout(2)

@@ -202,7 +202,7 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
         chosen = torch.where(holds, old_scales, matrix.scales)
         each = self.layout.spread(chosen.reciprocal(), rows, cols)
-        one = torch.ones(2, device=values.device)
+        one = torch.ones(2, dtype=torch.float32, device=values.device)
         codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]
         assert codes is not None
         return Fp8Matrix(codes, chosen, matrix.format)

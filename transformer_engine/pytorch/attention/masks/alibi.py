@@ -15,8 +15,8 @@ def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
     lie between the first ones.
     """
     n = 1 << (heads.bit_length() - 1)
-    first = torch.arange(1, n + 1, device=device) * (-8.0 / n)
-    between = (torch.arange(heads - n, device=device) * 2 + 1) * (-4.0 / n)
+    first = torch.arange(1, n + 1, dtype=torch.float32, device=device) * (-8.0 / n)
+    between = (torch.arange(heads - n, dtype=torch.float32, device=device) * 2 + 1) * (-4.0 / n)
     return torch.exp2(torch.cat((first, between))).view(1, heads, 1, 1)
 
 
