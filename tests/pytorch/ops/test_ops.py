@@ -50,6 +50,21 @@ def test_activations(name: str, dtype: torch.dtype, device: str) -> None:
         assert_bitwise(copy.deepcopy(module)(leaf), out)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_glu_computes_in_fp32_and_rounds_once(dtype: torch.dtype, device: str) -> None:
+    """Gates whose sigmoid is 1 in 16 bits have gradients, too."""
+    gate = torch.linspace(-10, 10, 41)
+    x = torch.stack([gate, torch.full_like(gate, 3.0)], 1).to(dtype)
+    leaf, exact = (y.to(device, copy=True).requires_grad_() for y in (x, x.double()))
+    out, expected = ops.GLU()(leaf), exact[:, :1].sigmoid() * exact[:, 1:]
+    for y in (out, expected):
+        y.backward(torch.ones_like(y))
+    bounds = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).tiny * 2**-10}
+    for one, other in ((out, expected), (leaf.grad, exact.grad)):
+        assert one.dtype is dtype
+        torch.testing.assert_close(one.double(), other, **bounds)
+
+
 @pytest.mark.parametrize("make", [lambda device: ops.GELU(), lambda d: ops.Bias(16, device=d)])
 def test_dtype_of_autocast(device: str, make) -> None:
     x = torch.randn(4, 16, device=device, requires_grad=True)

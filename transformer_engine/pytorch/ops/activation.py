@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.pytorch.chain.stages import Activation
-from transformer_engine.pytorch.dtypes import in_autocast_dtype
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.activation import (
     CLAMPED_SWIGLU,
     DEFAULT_PARAMETERS,
@@ -115,8 +115,10 @@ class GLU(FusibleOperation):
             ValueError: an odd last size.
             TypeError: no dense tensor.
         """
-        gate, linear = _checked(self, x, gated=True).chunk(2, dim=-1)
-        return torch.nn.functional.glu(torch.cat([linear, gate], dim=-1))
+        x = _checked(self, x, gated=True)
+        wide = x.float() if x.dtype in HIGH_PRECISION else x
+        gate, linear = wide.chunk(2, dim=-1)
+        return torch.nn.functional.glu(torch.cat([linear, gate], dim=-1)).to(x.dtype)
 
 
 class QGELU(_Activation):
