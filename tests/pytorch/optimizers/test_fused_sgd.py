@@ -30,6 +30,28 @@ def test_a_loaded_state_does_not_choose_the_kernel(device):
     assert_bitwise(half.detach(), torch.full_like(half.detach(), 0.5))
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_first_gradients_may_come_late(dtype, dampening, device):
+    """The first momentum is the gradient itself, whenever it comes."""
+    settings = {"lr": 0.1, "momentum": 0.5, "dampening": dampening, "weight_decay": 0.1}
+    results = []
+    for kind in (FusedSGD, torch.optim.SGD):
+        own = [nn.Parameter(torch.ones(8, dtype=dtype, device=device)) for _ in range(3)]
+        optimizer, calls = kind(own, **settings), []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        for some in ((0,), (0, 1), (1,), (0, 1, 2)):
+            optimizer.zero_grad()
+            for i in some:
+                own[i].grad = torch.full_like(own[i], i + 0.5)
+            optimizer.step()
+        assert len(calls) == 4
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in own]
+        results.append([*(p.detach() for p in own), *momenta])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_state_of_torch_and_a_grad_scaler(device):
     """Whose factor only the fused kernel takes."""
     parameter = nn.Parameter(torch.ones(64, device=device))

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.sgd import sgd
 
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
+
+_MOMENTUM = "momentum_buffer"  # as torch's states call it
+_SETTINGS = (
+    "weight_decay",
+    "momentum",
+    "lr",
+    "dampening",
+    "nesterov",
+    "maximize",
+    "foreach",
+    "fused",
+)
 
 
 class FusedSGD(torch.optim.SGD):
     """`torch.optim.SGD(fused=True)`.
 
-    DTensors, parameters that are not contiguous and those of 16 bits on a CPU are stepped without
-    the fused kernel: it cannot take the first two, and of the last it leaves most as they were.
+    Where a group has DTensors, complex parameters, ones that are not contiguous, or ones of 16 bits
+    on a CPU, it is stepped without the fused kernel: that leaves most of the last as they were, and
+    cannot take the others.
 
     Args:
         params: parameters, or groups of them.
@@ -79,6 +93,54 @@ class FusedSGD(torch.optim.SGD):
         super().add_param_group(param_group)
         self._choose_kernels()
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and the gradients again.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            RuntimeError: sparse gradients, where the fused kernel steps.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            # The fused kernel wants momenta of all its parameters, or of none.
+            new: list[torch.Tensor] = []
+            known: list[torch.Tensor] = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state.get(parameter, {}).get(_MOMENTUM)
+                    (new if momentum is None else known).append(parameter)
+            for members in (new, known):
+                if members:
+                    self._step(group, members)
+        return loss
+
+    def _step(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Step parameters that all have momenta, or none of them."""
+        has_momenta = group["momentum"] != 0
+        states = [self.state[parameter] for parameter in parameters] if has_momenta else []
+        momenta = [state.get(_MOMENTUM) for state in states]
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        sgd(
+            parameters,
+            gradients,
+            momenta,
+            has_sparse_grad=any([gradient.is_sparse for gradient in gradients]),
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            **{name: group[name] for name in _SETTINGS},
+        )
+        for state, momentum in zip(states, momenta, strict=True):
+            state[_MOMENTUM] = momentum
+
     def _choose_kernels(self) -> None:
         for group in self.param_groups:
             group["fused"], group["foreach"] = all(map(_fused_steps, group["params"])), None
@@ -87,5 +149,7 @@ class FusedSGD(torch.optim.SGD):
 
 def _fused_steps(parameter: torch.Tensor) -> bool:
     """Whether the fused kernel steps a parameter, and does so rightly (pytorch issue 191763)."""
+    if not parameter.is_floating_point():
+        return False
     small_on_cpu = parameter.device.type == "cpu" and parameter.itemsize < 4
     return not (small_on_cpu or hasattr(parameter, "device_mesh") or not parameter.is_contiguous())
