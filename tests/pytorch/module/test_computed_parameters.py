@@ -1,4 +1,4 @@
-"""Modules whose parameters others compute: parametrisations, pruning, FSDP with flat parameters."""
+"""Parameters that others compute, such as parametrisations and FSDP, or that have other strides."""
 
 from __future__ import annotations
 
@@ -109,6 +109,80 @@ def test_copies_run(kind: str, recipe: Any) -> None:
     run(module, x, recipe)
     twin = copy.deepcopy(module)
     assert torch.equal(run(twin, x, recipe), run(module, x, recipe))
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The values, not contiguous: a matrix by columns, a vector with gaps."""
+    if x.ndim == 2:
+        return x.t().contiguous().t()
+    return torch.stack([x, torch.full_like(x, torch.nan)], 1)[:, 0]
+
+
+def with_strides(module: nn.Module, at_once: bool) -> None:
+    """Give each parameter other strides; at once, or behind the module's back."""
+    for inner in module.modules():
+        for name, parameter in list(inner._parameters.items()):
+            if parameter is not None and at_once:
+                setattr(inner, name, nn.Parameter(strided(parameter.detach())))
+            elif parameter is not None:
+                parameter.data = strided(parameter.data)
+
+
+@each_recipe
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("kind", MODULES)
+def test_strides_of_parameters_change_nothing(kind: str, at_once: bool, recipe: Any) -> None:
+    torch.manual_seed(0)
+    plain = MODULES[kind]()
+    other = copy.deepcopy(plain)
+    x = torch.randn(8, 4, 32)
+    if not at_once:
+        run(plain, x, recipe), run(other, x, recipe)
+    with_strides(other, at_once)
+    for _ in range(2):
+        assert torch.equal(run(plain, x, recipe), run(other, x, recipe))
+    for mine, own in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, own.grad)
+
+
+@each_recipe
+@pytest.mark.parametrize("delayed", [True, False], ids=["delayed", ""])
+@pytest.mark.parametrize("fused", [True, False], ids=["main_grad", ""])
+def test_strides_of_weights_whose_gradients_go_elsewhere(
+    fused: bool, delayed: bool, recipe: Any
+) -> None:
+    torch.manual_seed(0)
+    options: Any = {"fuse_wgrad_accumulation": fused, "delay_wgrad_compute": delayed}
+    plain = te.LayerNormMLP(32, 48, device="cpu", **options)
+    other = copy.deepcopy(plain)
+    with_strides(other, True)
+    x, found = torch.randn(16, 32), []
+    for module in (plain, other):
+        for p in module.parameters():
+            p.main_grad = torch.zeros(p.shape)
+        for first in (True, False):
+            with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                module(x, is_first_microbatch=first).square().sum().backward()
+            if delayed:
+                module.backward_dw()
+        found.append([g for p in module.parameters() for g in (p.grad, p.main_grad)])
+    for mine, own in zip(*found, strict=True):
+        assert (mine is None and own is None) or torch.equal(mine, own)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=["fp32", "DelayedScaling"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_strides_of_parameters_in_compiled_code(kind: str, recipe: Any) -> None:
+    torch.manual_seed(0)
+    plain = MODULES[kind]()
+    other = copy.deepcopy(plain)
+    with_strides(other, True)
+    compiled = torch.compile(other, backend="aot_eager")
+    x = torch.randn(8, 4, 32)
+    for _ in range(2):
+        assert torch.equal(run(plain, x, recipe), run(compiled, x, recipe))
+    for mine, own in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, own.grad)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from transformer_engine.pytorch.chain.compiled import operator_key
 from transformer_engine.pytorch.chain.flow import Arguments, ListingFlow, NotOneChain, is_observed
 from transformer_engine.pytorch.chain.fused_layer import backward_end_of
 from transformer_engine.pytorch.chain.part import Incoming
+from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import exporting
@@ -89,5 +90,6 @@ def call_operator(layer: Any, values: Sequence[torch.Tensor], groups: Arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     key = operator_key(len(values), tuple(flow.parts), outputs)
     backward_end_of(flow.differentiable)
-    made = torch.ops.te.chain(key, [*values, *flow.parameters], flow.state)
+    inputs = contiguous_values([*values, *flow.parameters])
+    made = torch.ops.te.chain(key, inputs, flow.state)
     return made[0] if len(made) == 1 else tuple(made)

@@ -10,6 +10,7 @@ from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import Targets, run_exported, wgrad_targets
 from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.fp8.autocast_stack import Step
 
 
@@ -29,7 +30,7 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
             traces it.
     """
     if plan.operator:
-        made = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
+        made = torch.ops.te.chain(plan.operator, contiguous_values(inputs), [*plan.state])
         return made[0] if len(made) == 1 else tuple(made)
     if not plan.compiling:
         if _torch_private.other_caller_active():

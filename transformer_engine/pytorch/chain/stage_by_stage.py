@@ -35,6 +35,9 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
     """
     steps, plans = plan.chain.steps, plan.stage_plans
     record: list[Saved] = []
+    for step in steps[start:stop]:
+        if not step.stage.takes_strides:
+            values[step.parameters] = contiguous_values(values[step.parameters])
     cast = cast_weights(plan, values, start, stop)
     for i in range(start, stop):
         step = steps[i]
@@ -42,7 +45,7 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
         if not step.stage.takes_pending:
             inputs = [waited(x) for x in inputs]
         if not step.stage.takes_strides:
-            inputs = _contiguous(inputs)
+            inputs = contiguous_values(inputs)
         request = None
         if step.consumer >= 0 and isinstance(inputs[0], torch.Tensor):
             reader = _requesting(steps, step.consumer)
@@ -148,7 +151,7 @@ def run_backward(
         if not step.stage.takes_pending:
             output_grads = [waited(grad) for grad in output_grads]
         if not step.stage.takes_strides:
-            output_grads = _contiguous(output_grads)
+            output_grads = contiguous_values(output_grads)
         if not (plan.differentiable[i] and any([grad is not None for grad in output_grads])):
             finish(task)
             task = None
@@ -186,7 +189,8 @@ def finish(task: ParamGradTask | None) -> None:
         task.finish()
 
 
-def _contiguous(values: list[Any]) -> list[Any]:
+def contiguous_values(values: Sequence[Any]) -> list[Any]:
+    """Values and parameters, copied where they are tensors of other strides."""
     return [
         x.contiguous() if isinstance(x, torch.Tensor) and not x.is_contiguous() else x
         for x in values

@@ -130,7 +130,7 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
             weights = self._weights()
             for stage, own in plan.caching:
                 assert isinstance(stage, Matmul)
-                stage.renew(weights[stage.index], own)
+                stage.renew(weights[stage.index].contiguous(), own)
 
     def drop_plans(self) -> None:
         """Drop all plans and recordings, because something that they point to has changed.
