@@ -1,6 +1,7 @@
 """`Sequential`: tensors that leave it and join it, its list, and compiled code."""
 
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -102,6 +103,15 @@ def test_the_list() -> None:
     sequence[0] = ops.ConstantScale(0.0)
     assert_bitwise(sequence(x, x), x)
     assert ops.Sequential()(x) is x
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_operations_by_name(kind: type[dict]) -> None:
+    sequence = ops.Sequential(kind(twice=ops.ConstantScale(2.0), act=ops.GELU()))
+    assert [name for name, _ in sequence.named_children()] == ["twice", "act"]
+    x = torch.randn(2, 4)
+    assert_bitwise(sequence(x), ops.GELU()(2 * x))
+    assert [name for name, _ in sequence[1:].named_children()] == ["act"]
 
 
 @pytest.mark.parametrize("count", [0, 2])

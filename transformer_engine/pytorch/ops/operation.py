@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +44,10 @@ class Sequential(nn.Sequential):
     >>> add(*keep(torch.ones(2)))
     tensor([21., 21.])
     """
+
+    def __init__(self, *modules: Any) -> None:
+        named = len(modules) == 1 and isinstance(modules[0], dict)
+        super().__init__(*([OrderedDict(modules[0])] if named else modules))
 
     @property
     def num_extra_inputs(self) -> int:
