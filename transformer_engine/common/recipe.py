@@ -8,6 +8,8 @@ because scripts written for other versions pass them; misspelt ones are errors.
 from __future__ import annotations
 
 import inspect
+import operator
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -157,13 +159,13 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        format, length, algorithm = self.fp8_format, self.amax_history_len, self.amax_compute_algo
-        inside = isinstance(self.margin, int) and abs(self.margin) <= _LARGEST_MARGIN
-        self._expect("margin", inside, f"an int within +-{_LARGEST_MARGIN}")
+        format, algorithm = self.fp8_format, self.amax_compute_algo
+        margins = range(-_LARGEST_MARGIN, _LARGEST_MARGIN + 1)
+        self._take_int("margin", margins, f"an int within +-{_LARGEST_MARGIN}")
         self._expect("fp8_format", isinstance(format, Format), "a Format, such as Format.HYBRID")
         trains = "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)"
         self._expect("fp8_format", format is not Format.E5M2, trains)
-        self._expect("amax_history_len", isinstance(length, int) and length >= 1, "an int >= 1")
+        self._take_int("amax_history_len", range(1, sys.maxsize), "an int >= 1")
         known = callable(algorithm) or algorithm in ("max", "most_recent")
         self._expect("amax_compute_algo", known, "'max', 'most_recent' or a callable")
         find_scale = self.scaling_factor_compute_algo
@@ -172,12 +174,23 @@ class DelayedScaling(Recipe):
         flags = self.override_linear_precision
         three = isinstance(flags, tuple | list) and len(flags) == _GEMM_KINDS
         self._expect("override_linear_precision", three, "three flags, (fprop, dgrad, wgrad)")
+        object.__setattr__(self, "override_linear_precision", tuple(flags))  # has a hash
         if any(flags):
             warnings.warn(
                 "DelayedScaling: override_linear_precision is accepted but has no effect; the "
                 "debugger's DisableFP8GEMM runs chosen GEMMs in high precision",
                 stacklevel=4,
             )
+
+    def _take_int(self, name: str, allowed: range, expected: str) -> None:
+        """Check a number of any library, and store it as an int."""
+        value = getattr(self, name)
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        self._expect(name, number is not None and number in allowed, expected)
+        object.__setattr__(self, name, number)
 
 
 @_tolerant

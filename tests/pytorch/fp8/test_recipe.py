@@ -1,5 +1,6 @@
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,8 @@ def test_subclasses_may_pass_foreign_keywords() -> None:
             "expected fp8_format to be a Format, such as Format.HYBRID, got 'HYBRID'",
         ),
         ({"amax_history_len": 0}, "expected amax_history_len to be an int >= 1, got 0"),
+        ({"amax_history_len": True}, "expected amax_history_len to be an int >= 1, got True"),
+        ({"amax_history_len": 16.0}, "expected amax_history_len to be an int >= 1, got 16.0"),
         (
             {"override_linear_precision": None},
             r"override_linear_precision to be three flags, \(fprop, dgrad, wgrad\), got None",
@@ -93,6 +96,15 @@ def test_bad_values_are_refused_at_construction(arguments: dict, message: str) -
 def test_override_linear_precision_is_accepted_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="override_linear_precision is accepted"):
         DelayedScaling(override_linear_precision=(False, False, True))
+
+
+def test_numbers_and_lists_of_any_library_make_equal_recipes() -> None:
+    numbers: dict = {"margin": np.int64(1), "amax_history_len": np.int32(16)}
+    flags: dict = {"override_linear_precision": [False, False, False]}
+    other, own = DelayedScaling(**numbers, **flags), DelayedScaling(margin=1, amax_history_len=16)
+    assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
+    with te.autocast(recipe=other):
+        te.Linear(16, 16, device="cpu")(torch.ones(16, 16))
 
 
 def test_module_is_importable_by_its_documented_path() -> None:
@@ -158,10 +170,10 @@ def test_block_scaling_is_available_with_a_reason_where_not(monkeypatch) -> None
     assert te.is_fp8_block_scaling_available(return_reason=True) == (True, "")
 
 
-@pytest.mark.parametrize("wrong", [{"margin": 127}, {"margin": -127}, {"margin": 0.5}])
-def test_margins_that_scales_cannot_have(wrong) -> None:
+@pytest.mark.parametrize("margin", [127, -127, 0.5, 1.0, True, None])
+def test_margins_that_scales_cannot_have(margin) -> None:
     with pytest.raises(ValueError, match=r"expected margin to be an int within \+-126, got"):
-        DelayedScaling(**wrong)
+        DelayedScaling(margin=margin)
 
 
 def test_a_function_of_scales_that_is_none() -> None:
