@@ -78,6 +78,9 @@ is_tracing: Callable[[], bool] = found("torch:_C._is_tracing", torch.jit._trace.
 _functorch_interpreter: Callable[[], Any] = found(
     "torch:_C._functorch.peek_interpreter_stack", lambda: None
 )
+_is_batched: Callable[[torch.Tensor], bool] = found(  # by `is_grads_batched`
+    "torch:_C._functorch.is_legacy_batchedtensor", lambda x: False
+)
 has_global_module_hooks: Callable[[], bool] = found(  # not in 2.4
     "torch.nn.modules.module:_has_any_global_hook", lambda: True
 )
@@ -184,7 +187,8 @@ def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
     """
     refuse_tracing(layer)
     plain = (torch.Tensor, torch.nn.Parameter)
-    if _functorch_interpreter() is not None:
+    batched = [isinstance(x, torch.Tensor) and _is_batched(x) for x in inputs]
+    if _functorch_interpreter() is not None or any(batched):
         what = "transforms of torch.func (grad, vjp, jvp, vmap, ...)"
     elif any(type(x) in plain and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         what = "forward-mode differentiation (torch.autograd.forward_ad)"
@@ -193,7 +197,8 @@ def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
     where = f" (layer {layer})" if layer else ""
     raise NotImplementedError(
         f"[forward] expected a call outside of {what}, which layers of transformer_engine do not"
-        f" support, got one inside: use backward() or torch.autograd.grad{where}"
+        f" support, got one inside: use backward() or torch.autograd.grad without is_grads_batched"
+        f"{where}"
     )
 
 

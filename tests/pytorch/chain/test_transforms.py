@@ -90,6 +90,17 @@ def test_transforms_are_refused_and_leave_no_state(kind: str, transform: str, re
     assert torch.equal(run(module, x, recipe), run(twin, x, recipe))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_batches_of_backwards_are_refused(kind: str, recipe: str) -> None:
+    module, x = MODULES[kind](), torch.randn(16, 2, 32, requires_grad=True)
+    y = run(module, x, recipe)
+    with refused(r"transforms of torch\.func.*without is_grads_batched"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+    run(module, x, recipe).sum().backward()
+    assert x.grad is not None
+
+
 def test_gradients_of_parameters_by_transforms_are_refused() -> None:
     module, x = te.Linear(32, 32, device="cpu", name="fc"), torch.randn(16, 32)
 

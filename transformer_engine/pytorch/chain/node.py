@@ -85,7 +85,12 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
     tensors = list(ctx.saved_tensors)
     if not plan.compiling:
         _torch_private.release_saved_tensors(ctx)
-    found = segments.backward(plan, contiguous, tensors, traces, targets)
+    try:
+        found = segments.backward(plan, contiguous, tensors, traces, targets)
+    except RuntimeError:
+        if not plan.compiling:  # a batch of backwards costs others no check
+            _torch_private.refuse_other_caller(plan.chain.layer, grads)
+        raise
     for i, target in targets.items():
         weight = plan.chain.steps[i].parameters.start
         if found[weight] is None:
