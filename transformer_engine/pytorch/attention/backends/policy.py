@@ -15,15 +15,15 @@ views of one projection, into whose gradient those of flash-attn 4 were still co
     b1 h32 s16384 d128 window 1024       619   2271       534   2171
     host time of a forward                27              120
 
-FP8 (recipes with fp8_dpa; casts included; one run, whose equal FP8 forwards differ by up to 11 %):
+FP8 (recipes with fp8_dpa; casts included; one run; small calls wait for the host, except in layers):
 
                                   bf16, cuDNN     FP8, backward in 16 bit    backward in FP8
-    b4 h32 s4096 d128 causal        906   3639       951   4013                 949   5334
-    b4 h32 s4096 d128 full         1624   6454      1333   6726                1327   5673
-    b2 h64 kv8 s8192 d128 causal   3390  14929      2627  13982                2521  19073
-    b2 h64 kv8 s8192 d128 full     6784  27807      5011  25949                4510  22376
-    b8 h16 s1024 d128 causal        130    845       383   1280                 465   1472
-    b8 h32 s2048 d64 causal         347   1400       513   1664
+    b4 h32 s4096 d128 causal        899   3786       932   4009                 932   5308
+    b4 h32 s4096 d128 full         1660   6939      1377   6844                1379   6227
+    b2 h64 kv8 s8192 d128 causal   3493  14068      2640  13598                2779  19286
+    b2 h64 kv8 s8192 d128 full     6840  26728      5025  25642                5025  24684
+    b8 h16 s1024 d128 causal        303    990       526   1606                 534   1588
+    b8 h32 s2048 d64 causal         426   1388       652   1631
 
 flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it, and in
 CUDA graphs, where the host does nothing, from half of that on (b4 h16 s2048 d64 causal: a training
