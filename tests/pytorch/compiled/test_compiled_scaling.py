@@ -1,6 +1,7 @@
 """The scaling state of compiled layers: made when they are traced, for the recipe of the graph."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -170,6 +171,49 @@ def test_compiled_layers_among_eager_ones(compiled, device):
         pass  # updates that compiled code has deferred
     for layer, twin in zip(eager, twins, strict=True):
         assert layer.scaling["backward"].scale[0] > 1e6
+        assert_bitwise(twin.weight.grad, layer.weight.grad)
+        for direction, state in layer.scaling.items():
+            assert_bitwise(twin.scaling[direction].scale, state.scale)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("delayed", [True, False])
+def test_eager_layers_in_an_autocast_of_compiled_code(delayed, nested, device):
+    """Behind a break of the graph, layers have the scales of eager mode; so they do outside."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    recipe = DelayedScaling(amax_history_len=4)
+    layers = [
+        te.Linear(32, 32, device=device, delay_wgrad_compute=delayed and i == 1) for i in range(3)
+    ]
+    twins = copy.deepcopy(layers)
+
+    def function_of(first, second, third):
+        if not delayed:
+            second = torch.compiler.disable(second)
+
+        def step(x):
+            with te.fp8_autocast(fp8_recipe=recipe):
+                return third(second(first(x)))
+
+        return step
+
+    eager = function_of(*layers)
+    compiled = torch.compile(function_of(*twins), backend="aot_eager")
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(32, 32, device=device)
+        for run, own in ((eager, layers), (compiled, twins)):
+            with te.fp8_autocast(fp8_recipe=recipe) if nested else nullcontext():
+                y = run(x)
+            (y * 1e-6).sum().backward()
+            if delayed:
+                own[1].backward_dw()
+            assert own[1](x).sub(torch.nn.functional.linear(x, own[1].weight)).abs().max() < 1e-4
+    with te.fp8_autocast(fp8_recipe=recipe):
+        pass  # updates that compiled code has deferred
+    for layer, twin in zip(layers, twins, strict=True):
         assert_bitwise(twin.weight.grad, layer.weight.grad)
         for direction, state in layer.scaling.items():
             assert_bitwise(twin.scaling[direction].scale, state.scale)

@@ -306,12 +306,12 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
 
         Arguments are those of `forward`. None where a call needs more than a stage.
         """
-        stack, casts = autocast_stack(), None
+        casts = None
         if self.return_max_logit or not _OF_MORE.isdisjoint(arguments):
             return None
-        if asks(stack.scope, self.name):
-            if torch.compiler.is_compiling() or stack.entered_in_graph:
-                return None  # each call has scales of its own
+        if asks(autocast_stack().scope, self.name):
+            if torch.compiler.is_compiling():  # each call has scales of its own
+                return None
             casts = casts_in_scope(self, any(values.needs), values.like.device)
         own = arguments_of(self, attention_mask, **arguments)
         if torch.compiler.is_compiling() and (own.checkpoint or self._drops()):

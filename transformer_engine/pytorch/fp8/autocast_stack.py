@@ -180,6 +180,9 @@ class AutocastStack:
         """
         if not (recording if self.scope.enabled else self.scope.calibrating):
             return
+        if self.entered_in_graph:
+            process_state().join_compiled(self.scope, states)
+            return
         group = self.step.groups.get(self.scope.key)
         for state in states.values():
             if state.group is not group or group is None:
@@ -190,9 +193,10 @@ class AutocastStack:
         """The step, for the first eager call that autograd records in it; None for all later calls.
 
         The end of that call's backward updates the scales of gradients. A compiled backward writes
-        its amaxes when it ends, so for a compiled call the update waits for the next step.
+        its amaxes when it ends, so for a call in compiled code, or behind a break of its graph, the
+        update waits for the next step.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.entered_in_graph:
             process_state().backward_pending = True
             return None
         self.step.first_pending = False
@@ -230,7 +234,10 @@ def autocast_stack() -> AutocastStack:
     """The stack of this thread or asyncio task."""
     if _is_compiling():
         return _THREAD.current
-    return _find() or _THREAD.outside
+    stack = _find() or _THREAD.outside
+    if not stack.scope.number and stack.scope is not OUTSIDE:  # behind a break of a graph
+        stack.scope = process_state().intern(stack.scope)
+    return stack
 
 
 def _use(stack: AutocastStack | None) -> None:

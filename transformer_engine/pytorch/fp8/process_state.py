@@ -100,6 +100,18 @@ class ProcessState:
             self.compiled_groups[key] = group
         return group
 
+    def join_compiled(self, scope: Scope, states: dict[str, Any]) -> None:
+        """Add the states of a module that runs eagerly in a scope of compiled code to its group.
+
+        Their updates are deferred likewise.
+        """
+        self.flush()
+        group = self.compiled_group(scope.recipe, scope.group)
+        for state in states.values():
+            if not state.scale.is_meta:
+                group.add(state)
+        self.backward_pending = True
+
     def update(self, direction: str) -> None:
         """Update the scales of all modules in one direction, oldest group first."""
         for group in [*self._groups.values(), *self.compiled_groups.values()]:

@@ -15,7 +15,7 @@ views of one projection, into whose gradient those of flash-attn 4 were still co
     b1 h32 s16384 d128 window 1024       619   2271       534   2171
     host time of a forward                27              120
 
-FP8 (recipes with fp8_dpa; casts included; one run; small calls wait for the host, except in layers):
+FP8 (recipes with fp8_dpa; casts included; one run; small calls, not layers, wait for the host):
 
                                   bf16, cuDNN     FP8, backward in 16 bit    backward in FP8
     b4 h32 s4096 d128 causal        899   3786       932   4009                 932   5308

@@ -259,7 +259,7 @@ def casts_in_scope(
         own, amaxes = [
             [tensors[i] for i in indices] for tensors in (forward.scales, forward.amaxes)
         ]
-        columns = columns_of(own, amaxes, counts, stack.entered_in_graph, recomputed)
+        columns = columns_of(own, amaxes, counts, compiling and stack.entered_in_graph, recomputed)
     else:
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]
@@ -274,7 +274,7 @@ def casts_in_scope(
         *_backward_slots(backward, rules.backward_format(recipe), casts),
         reduction=(recipe.reduce_amax, scope.group),
         columns=columns,
-        of_state=scales is None and not (compiling or stack.entered_in_graph),
+        of_state=scales is None and not compiling,
         backward_in_fp8=asked,
     )
 
