@@ -146,6 +146,15 @@ def test_blockwise_dynamic_range(tmp_path: Path, device: str, dims: int) -> None
     assert both == pytest.approx(max(along, across))
 
 
+def test_sizes_that_blocks_do_not_divide_are_refused_by_name(tmp_path: Path, device: str) -> None:
+    stat = {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 2}}
+    layer = te.Linear(32, 16, device=device, name="fc1")
+    error = r"divisible by block_size 16 .* got \(24, 32\) \(layer fc1, tensor activation\)"
+    config = section("LogTensorStats", tensors=["activation"], stats=[stat])
+    with debugging(tmp_path, config), pytest.raises(ValueError, match=error):
+        layer(torch.randn(24, 32, device=device))
+
+
 def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
     with (
         debugging(tmp_path, everything()),

@@ -55,21 +55,27 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Tensor | None) -> None:
+def blocks(
+    x: torch.Tensor,
+    source: Source,
+    row: torch.Tensor,
+    active: torch.Tensor | None,
+    name: TensorName,
+) -> None:
     """Raise element 1 of a blocks row to the largest dynamic range of a block of `x`.
 
     Raises:
         ValueError: the tensor cannot be cut into such blocks.
     """
     magnitudes = plain(x).reshape(-1, x.shape[-1] if x.ndim else 1).abs().float()
-    ranges = [_largest_range(magnitudes, source)]
+    ranges = [_largest_range(magnitudes, source, name)]
     if source.both:
-        ranges.append(_largest_range(magnitudes.t().contiguous(), source))
+        ranges.append(_largest_range(magnitudes.t().contiguous(), source, name))
     found = [torch.full_like(ranges[0], x.numel()), torch.stack(ranges).amax()]
     _merge(Kind.BLOCKS, found, row, active)
 
 
-def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
+def _largest_range(magnitudes: torch.Tensor, source: Source, name: TensorName) -> torch.Tensor:
     """Return the largest dynamic range (log2 of max over non-zero min) of a block, float64."""
     side = source.block
     if not magnitudes.numel():
@@ -78,7 +84,8 @@ def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
     if any(size % side for size in sizes):
         raise ValueError(
             f"[LogTensorStats] expected sizes divisible by block_size {side} for "
-            f"max_blockwise_dynamic_range, got {tuple(magnitudes.shape)}"
+            f"max_blockwise_dynamic_range, got {tuple(magnitudes.shape)} (layer {name.layer},"
+            f" tensor {name.tensor})"
         )
     if source.dims == 1:
         cut = magnitudes.reshape(-1, side)
