@@ -178,7 +178,7 @@ class AutocastStack:
             states: of the module.
             recording: autograd records the call, now or in a recompute.
         """
-        if not (recording if self.scope.enabled else self.scope.calibrating):
+        if not self.scope.leaves_amaxes(recording):
             return
         if self.entered_in_graph:
             process_state().join_compiled(self.scope, states)

@@ -30,6 +30,10 @@ class Scope:
     number: int = field(default=0, compare=False)
     key: int = field(default=-1, compare=False)
 
+    def leaves_amaxes(self, recording: bool) -> bool:
+        """Whether a call in it leaves amaxes; `recording`: autograd records the call."""
+        return recording if self.enabled else self.calibrating
+
 
 OUTSIDE = Scope()
 _MOST_SCOPES = 4096  # that are known by number

@@ -145,7 +145,7 @@ def build_quantizers(
     if exporting():
         trained = _trained_columns(module)
         return ModuleQuantizers([rules.gemm_quantizers(recipe, columns) for columns in trained])
-    leaves_amaxes = recording if scope.enabled else scope.calibrating
+    leaves_amaxes = scope.leaves_amaxes(recording)
     forward, backward, moved = states_of(module, recipe, device, leaves_amaxes)
     indices = range(module.gemm_count)
     if not scope.enabled:

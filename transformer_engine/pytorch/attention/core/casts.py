@@ -243,7 +243,8 @@ def casts_in_scope(
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
     recipe: Any = scope.recipe
-    forward, backward, moved = states_of(module, recipe, device, counts or not scope.enabled)
+    leaves_amaxes = scope.leaves_amaxes(counts)
+    forward, backward, moved = states_of(module, recipe, device, leaves_amaxes)
     if moved:
         module.drop_plans()
     compiling = torch.compiler.is_compiling()
