@@ -45,16 +45,15 @@ void write_pairs(const AttentionFp8& fp8, bool backward, cudaStream_t stream) {
   Pairs args{.scales = {},
              .pairs = fp8.pairs.ptr<float>(),
              .found = amaxes_of(fp8, backward),
-             .scale_count = backward ? AttentionFp8::kAllScales : AttentionFp8::kScales,
-             .found_count = backward ? AttentionFp8::kGradAmaxes : AttentionFp8::kAmaxes};
+             .scale_count = AttentionFp8::scale_count(backward),
+             .found_count = AttentionFp8::amax_count(backward)};
   for (size_t i = 0; i < fp8.scales.size(); ++i) args.scales[i] = fp8.scales[i].ptr<float>();
   launch_dependent(pairs_kernel, 1, kThreads, 0, stream, args);
 }
 
 void raise_amaxes(const AttentionFp8& fp8, bool backward, cudaStream_t stream) {
-  Amaxes args{.amaxes = {},
-              .found = amaxes_of(fp8, backward),
-              .count = backward ? AttentionFp8::kGradAmaxes : AttentionFp8::kAmaxes};
+  Amaxes args{
+      .amaxes = {}, .found = amaxes_of(fp8, backward), .count = AttentionFp8::amax_count(backward)};
   bool asked = false;
   for (size_t i = 0; i < fp8.amaxes.size(); ++i) {
     args.amaxes[i] = fp8.amaxes[i].ptr<float>();

@@ -9,7 +9,7 @@ namespace te::cuda {
 
 // Where cuDNN writes the amaxes of a call.
 inline float* amaxes_of(const AttentionFp8& fp8, bool backward) {
-  return fp8.pairs.ptr<float>() + 2 * (backward ? AttentionFp8::kAllScales : AttentionFp8::kScales);
+  return fp8.pairs.ptr<float>() + 2 * AttentionFp8::scale_count(backward);
 }
 
 // Writes the pairs of the scales, and zeroes the amaxes of the call.

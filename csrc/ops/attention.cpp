@@ -141,14 +141,13 @@ void check_fp8(const AttentionArgs& args, bool backward) {
   require(plain, Kind::Unsupported, kOp,
           "expected no bias, sink, dropout and unequal sequences in FP8, got some");
   const AttentionFp8& fp8 = args.fp8;
-  const auto count = [&](int forward, int all) {
-    return static_cast<size_t>(backward ? all : forward);
-  };
   constexpr size_t kSoftmax = 1;
-  for (size_t i = 0; i < count(AttentionFp8::kScales, AttentionFp8::kAllScales); ++i)
+  const auto scales = static_cast<size_t>(AttentionFp8::scale_count(backward));
+  for (size_t i = 0; i < scales; ++i)
     if (i != kSoftmax || fp8.scales[i])
       check::vector(fp8.scales[i], 1, DType::Float32, args.query, kOp, "a scale");
-  for (size_t i = 0; i < count(AttentionFp8::kAmaxes, AttentionFp8::kGradAmaxes); ++i)
+  const auto amaxes = static_cast<size_t>(AttentionFp8::amax_count(backward));
+  for (size_t i = 0; i < amaxes; ++i)
     if (fp8.amaxes[i]) check::vector(fp8.amaxes[i], 1, DType::Float32, args.query, kOp, "an amax");
   check::vector(fp8.pairs, AttentionFp8::room(backward), DType::Float32, args.query, kOp,
                 "the pairs of scales and the amaxes");

@@ -61,8 +61,10 @@ struct AttentionFp8 {
   // fp32, written: a pair {1 / scale, scale} for each scale, then the amaxes of this call.
   TensorView pairs;
 
+  static constexpr int scale_count(bool backward) { return backward ? kAllScales : kScales; }
+  static constexpr int amax_count(bool backward) { return backward ? kGradAmaxes : kAmaxes; }
   static constexpr int64_t room(bool backward) {
-    return backward ? 2 * kAllScales + kGradAmaxes : 2 * kScales + kAmaxes;
+    return 2 * scale_count(backward) + amax_count(backward);
   }
   explicit operator bool() const { return static_cast<bool>(pairs); }
 };

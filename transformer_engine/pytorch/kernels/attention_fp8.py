@@ -121,7 +121,7 @@ def fp8_attention_backward(
             format,
         )
     grad_query, grad_key, grad_value = gradients
-    return grad_query, grad_key, grad_value, all_pairs[-3]
+    return grad_query, grad_key, grad_value, all_pairs[2 * FORWARD_SCALES - 1]
 
 
 def fp8_attention_refusal(
