@@ -15,9 +15,11 @@ from rulers import assert_bitwise
 from torch import nn
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention import stage
 from transformer_engine.pytorch.attention.backends import BACKENDS, choice
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
+from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 
 # Compiled code has other backends for them on GPUs, with other roundings.
 OTHER_ATTENTION = {"window", "slopes"}
@@ -76,6 +78,24 @@ def test_one_operator(device: str, kind: str, recipe: str) -> None:
     if not (device == "cuda" and kind in OTHER_ATTENTION):
         assert (graphs.chains, graphs.others) == (1, 0)
     assert len(graphs.keys) == 2, "training and evaluation, each compiled once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [("encoder", 4), ("groups", 1), ("no mask", 3), ("attention alone", 4)],
+)
+@pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
+def test_fp8_attention(
+    device: str, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scaling state is that of the attention module, beside that of projections."""
+    recipe = DelayedScaling(amax_history_len=length, fp8_dpa=True)
+    monkeypatch.setitem(RECIPES, "fp8 attention", recipe)
+    layer = make_of(kind, device)
+    graphs = compare(layer, "fp8 attention", device, kind)
+    assert (graphs.chains, graphs.others) == (1, 0)
+    attention = layer if kind == "attention alone" else layer.self_attention
+    assert (attention.core_attention.scaling[FORWARD].scale != 1.0).any()
 
 
 @pytest.mark.sampled_on_cpu

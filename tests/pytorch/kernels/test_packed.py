@@ -1,8 +1,12 @@
 """Parts of one tensor: what is computed of them in one call."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from transformer_engine.pytorch._torch_private import memory_of
 from transformer_engine.pytorch.kernels.packed import map_parts, packed_layout_of
 
 # Queries, keys and values by features, and by head; with another number of heads.
@@ -27,6 +31,19 @@ def test_parts_are_mapped_together(taken_apart):
     assert calls == [(5, 3, 96)] and packed_layout_of(*made) is not None
     for got, part in zip(made, parts, strict=True):
         assert torch.equal(got, (2 * part).double())
+
+
+@pytest.mark.parametrize("taken_apart", WAYS)
+def test_fake_tensors_are_mapped_as_real_ones(taken_apart):
+    """An operator of compiled code returns their memory, so its size must be equal."""
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            parts = taken_apart(torch.empty(10 + 5 * 3 * 96)[10:].view(5, 3, 96))
+            made = map_parts(torch.neg, parts)
+            assert {t.untyped_storage().nbytes() for t in made} == {4 * 5 * 3 * 96}
+            assert [t.storage_offset() for t in made] == [t.storage_offset() - 10 for t in parts]
+            others = map_parts(torch.neg, (parts[1], parts[0], parts[2].clone()))
+            assert len({memory_of(t) for t in others}) == 3
 
 
 def test_others_one_by_one():

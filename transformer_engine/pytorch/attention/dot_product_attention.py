@@ -35,9 +35,8 @@ from transformer_engine.pytorch.attention.core.call import (
 from transformer_engine.pytorch.attention.core.casts import (
     GEMMS,
     Casts,
-    asks,
-    casts_in_scope,
     casts_of,
+    casts_of_part,
     wants_fp8,
 )
 from transformer_engine.pytorch.attention.core_attention import CoreAttention
@@ -46,7 +45,6 @@ from transformer_engine.pytorch.attention.max_logit import max_logit, refuse_ran
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
-from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -306,13 +304,12 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
 
         Arguments are those of `forward`. None where a call needs more than a stage.
         """
-        casts = None
         if self.return_max_logit or not _OF_MORE.isdisjoint(arguments):
             return None
-        if asks(autocast_stack().scope, self.name):
-            if torch.compiler.is_compiling():  # each call has scales of its own
-                return None
-            casts = casts_in_scope(self, any(values.needs), values.like.device)
+        cast = casts_of_part(self, any(values.needs), values.like.device)
+        if cast is None:
+            return None
+        casts, state = cast
         own = arguments_of(self, attention_mask, **arguments)
         if torch.compiler.is_compiling() and (own.checkpoint or self._drops()):
             return None
@@ -327,7 +324,10 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             if call.scale != fixed.scale:
                 return None
             call = fixed
-        return self._core.plan_call(values, call)
+        plan, parameters = self._core.plan_call(values, call)
+        if state:
+            plan.state = state
+        return plan, parameters
 
     @constant_in_graphs
     def _constant_scale(self) -> float:

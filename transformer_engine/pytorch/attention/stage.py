@@ -18,11 +18,13 @@ from transformer_engine.pytorch.attention.core.call import (
     plain_call,
     shape_of,
 )
+from transformer_engine.pytorch.attention.core.casts import described_casts
 from transformer_engine.pytorch.attention.core.formats import shapes_of_heads
 from transformer_engine.pytorch.attention.masks.masks import MaskRule, MaskType
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
+from transformer_engine.pytorch.fp8.recipe_quantizers import StateInMemory
 
 _BIAS, _SINK = CallTensors._fields.index("bias"), CallTensors._fields.index("sink")
 
@@ -84,22 +86,28 @@ class Attention(Stage):
         Other backends gain nothing: the compiler fuses what they run.
         """
         backend, call, *_, fixed = options
-        shape = call.shape
-        if not call.is_plain or shape.band is None or not backend.recordable(call):
+        shape, casts = call.shape, call.casts
+        plain = call._replace(casts=None).is_plain
+        if not plain or shape.band is None or not backend.recordable(call):
             return None
         rule = (tuple(shape.rule.type), *shape.rule[1:])
         heads, sizes = (shape.heads, shape.groups), (shape.key_size, shape.value_size)
         settings = (call.scale, call.training, fixed)
-        return (backend.name, shape.qkv_format, rule, heads, sizes, *settings)
+        of_casts = None if casts is None else casts.description()
+        return (backend.name, shape.qkv_format, rule, heads, sizes, *settings, of_casts)
 
-    def options_in(self, described: tuple[Any, ...], shapes: Sequence[torch.Size]) -> Options:
+    def options_in(
+        self, described: tuple[Any, ...], shapes: Sequence[torch.Size], state: StateInMemory | None
+    ) -> Options:
         """The options of calls with these tokens."""
-        name, qkv_format, (kind, *sides), heads, sizes, scale, training, fixed = described
+        name, qkv_format, (kind, *sides), heads, sizes, scale, training, fixed, of_casts = described
         rule = MaskRule(MaskType(*kind), *sides)
         tokens = shapes_of_heads([x[:-1] for x in shapes], heads, sizes)
-        shape = shape_of(qkv_format, heads, sizes, tokens, rule)
+        call = plain_call(shape_of(qkv_format, heads, sizes, tokens, rule), scale, training)
+        if state is not None:
+            call = call._replace(casts=described_casts(of_casts, state).settings())
         backend = next(one for one in BACKENDS if one.name == name)
-        return Options(backend, plain_call(shape, scale, training), False, False, fixed)
+        return Options(backend, call, False, False, fixed)
 
     def prepare(self, call: CallPlan, first: int) -> _Plan:
         """Which gradients are wanted."""

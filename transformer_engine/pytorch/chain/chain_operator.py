@@ -25,7 +25,7 @@ from transformer_engine.pytorch.chain.stage_by_stage import run_forward
 from transformer_engine.pytorch.fp8.compiled_scales import refuse_in_backward
 from transformer_engine.pytorch.fp8.described import described_gemm
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory
+from transformer_engine.pytorch.fp8.recipe_quantizers import StateInMemory
 
 Tensors = Sequence[torch.Tensor | None]
 Shapes = Sequence[torch.Size]
@@ -143,15 +143,17 @@ class ChainOperator:
         plans = []
         for (facts, _, likes), chain in zip(self.parts, self._chains, strict=True):
             own, state = state[: facts.rooms], state[facts.rooms :]
-            columns, of_gemms = None, [None] * len(facts.gemms)
+            columns, of_gemms, in_memory = None, [None] * len(facts.gemms), None
             if own:
                 how = (any(facts.needs), facts.flush, facts.recomputed if staged else None)
-                columns, of_gemms = columns_in_memory(own, len(of_gemms), *how)  # type: ignore[assignment]
+                in_memory = StateInMemory(own[0], own[1], *how)
+            if in_memory is not None and of_gemms:
+                columns, of_gemms = in_memory.gemm_columns(len(of_gemms))  # type: ignore[assignment]
             gemms = [described_gemm(*one) for one in zip(facts.gemms, of_gemms, strict=True)]
             plan = CallPlan(facts.dtype, facts.needs, gemms)
             plan.columns, plan.cse_barrier = columns, cse_barrier
             stage = chain.steps[0].stage
-            plan.options = stage.options_in(facts.options, [shapes[v] for v in likes])
+            plan.options = stage.options_in(facts.options, [shapes[v] for v in likes], in_memory)
             plans.append(chain.prepare(plan))
         if len(plans) == 1:
             return plans[0]

@@ -63,7 +63,9 @@ class _Gathering(ListingFlow):
             described = chain.steps[0].stage.describe_options(plan.options)
             if plan.quantizers or described is None:
                 raise NotOneChain
-            facts = (chain.kind, plan.dtype, plan.needs, (), 0, described)
+            rooms = len(plan.state or ())
+            flush = rooms > 0 and autocast_stack().entered_in_graph
+            facts = (chain.kind, plan.dtype, plan.needs, (), rooms, described, flush)
             chain.keep_template()
         self.parts.append((facts, inputs, likes))
         if plan.requires_grad:

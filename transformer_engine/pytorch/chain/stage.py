@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.recipe_quantizers import StateInMemory
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
 Values: TypeAlias = Sequence[Any]  # inputs of a stage, or gradients of its results (or None)
@@ -127,12 +130,15 @@ class Stage:
         """
         return (options,)
 
-    def options_in(self, described: tuple[Any, ...], shapes: Sequence[torch.Size]) -> Any:
+    def options_in(
+        self, described: tuple[Any, ...], shapes: Sequence[torch.Size], state: StateInMemory | None
+    ) -> Any:
         """The options of a call.
 
         Args:
             described: returned by `describe_options`.
             shapes: for each value that comes into the part, one with the same tokens.
+            state: scaling state of the call; None without any.
         """
         return described[0]
 

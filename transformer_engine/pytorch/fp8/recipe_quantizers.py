@@ -226,28 +226,45 @@ def state_of(
     return state, moved
 
 
-def columns_in_memory(
-    rooms: Sequence[torch.Tensor], gemms: int, recording: bool, flush: bool, recomputed: bool | None
-) -> tuple[Columns, list[GemmColumns]]:
-    """The columns of all GEMMs of a module, from the memory of its states (`ScalingState.room`).
+class StateInMemory(NamedTuple):
+    """The scaling state of a module in a call, as the memory of its states.
 
-    Args:
-        rooms: forward and backward.
-        gemms: how many.
+    Attributes:
+        forward: `ScalingState.room` of the forward.
+        backward: of the backward.
         recording: autograd records the call.
         flush: see `columns_of`.
         recomputed: see `columns_of`; None for the scales themselves.
     """
-    forward, backward = rooms
-    cast = [FORWARD_COLUMNS * gemm + i for gemm in range(gemms) for i in range(_CAST_COLUMNS)]
-    own = range(BACKWARD_COLUMNS * gemms)
-    scales, amaxes = [[forward[n, i : i + 1] for n in cast] for i in (0, ALIGNED)]
-    of_grads, amaxes_of_grads = [[backward[n, i : i + 1] for n in own] for i in (0, ALIGNED)]
-    if recomputed is None:
-        columns = Columns(scales, amaxes if recording else [None] * len(cast))
-    else:
-        columns = columns_of(scales, amaxes, recording, flush, recomputed)
-    return columns, [_columns(columns, of_grads, amaxes_of_grads, i) for i in range(gemms)]
+
+    forward: torch.Tensor
+    backward: torch.Tensor
+    recording: bool
+    flush: bool
+    recomputed: bool | None
+
+    def forward_columns(self, numbers: Sequence[int]) -> Columns:
+        """These columns of the forward state."""
+        scales, amaxes = _columns_in(self.forward, numbers)
+        if self.recomputed is not None:
+            return columns_of(scales, amaxes, self.recording, self.flush, self.recomputed)
+        return Columns(scales, amaxes if self.recording else [None] * len(scales))
+
+    def backward_columns(self, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
+        """The scales of these columns of the backward state, and the amaxes."""
+        return _columns_in(self.backward, numbers)
+
+    def gemm_columns(self, gemms: int) -> tuple[Columns, list[GemmColumns]]:
+        """The columns of all GEMMs of the module."""
+        cast = [FORWARD_COLUMNS * gemm + i for gemm in range(gemms) for i in range(_CAST_COLUMNS)]
+        columns = self.forward_columns(cast)
+        scales, amaxes = self.backward_columns(range(BACKWARD_COLUMNS * gemms))
+        return columns, [_columns(columns, scales, amaxes, i) for i in range(gemms)]
+
+
+def _columns_in(room: torch.Tensor, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Scales and amaxes, fp32 `[1]` each, in the memory of a state."""
+    return [[room[n, i : i + 1] for n in numbers] for i in (0, ALIGNED)]
 
 
 def _columns(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch._torch_private import part_of
+from transformer_engine.pytorch._torch_private import FakeTensor, memory_of, part_of
 from transformer_engine.pytorch.kernels.memory import new_empty
 
 Sizes = tuple[int, ...]
@@ -49,9 +49,9 @@ def map_parts(
     tensors. `function` takes contiguous ones.
     """
     first = parts[0]
-    # Others have no memory: these come where a graph is made.
+    # Others are traced: a compiler does not fuse what makes parts of a tensor.
     known = type(first) is torch.Tensor and not torch.compiler.is_compiling()
-    layout = packed_layout_of(*parts) if known else None
+    layout = packed_layout_of(*parts) if known or type(first) is FakeTensor else None
     if layout is None:
         return tuple([function(x.contiguous()) for x in parts])
     strides = (*first.stride()[:-2], 1)
@@ -101,9 +101,27 @@ def packed_base(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor 
 def packed_layout_of(*parts: torch.Tensor) -> PackedLayout | None:
     """The layout of parts `[..., heads, size]` that fill one tensor; None of others."""
     first = parts[0]
+    if type(first) is FakeTensor:
+        return _packed_layout_of_fakes(parts)
     start = first.data_ptr()
     layout = _packed_layout(tuple([x.shape for x in parts]), first.stride(), first.element_size())
     if layout is None or [(x.stride(), x.data_ptr() - start) for x in parts] != layout.strides:
+        return None
+    return layout
+
+
+def _packed_layout_of_fakes(parts: tuple[torch.Tensor, ...]) -> PackedLayout | None:
+    """`packed_layout_of` tensors without addresses, whose sizes may be symbols."""
+    if len({memory_of(x) for x in parts}) > 1:
+        return None
+    shapes, strides = (
+        [tuple([int(n) for n in sizes]) for sizes in kind]
+        for kind in ([x.shape for x in parts], [x.stride() for x in parts])
+    )
+    item, starts = parts[0].element_size(), [int(x.storage_offset()) for x in parts]
+    layout = _packed_layout(tuple([torch.Size(shape) for shape in shapes]), strides[0], item)
+    begins = [(start - starts[0]) * item for start in starts]
+    if layout is None or list(zip(strides, begins, strict=True)) != layout.strides:
         return None
     return layout
 

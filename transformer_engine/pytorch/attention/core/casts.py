@@ -24,6 +24,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
     Columns,
+    StateInMemory,
     columns_of,
     states_of,
 )
@@ -42,6 +43,8 @@ GEMMS = 3
 # output of GEMM 1 and of the inputs of GEMM 2 and 3.
 _QKV, _OUT, _SOFTMAX = 2, FORWARD_COLUMNS, 3 * FORWARD_COLUMNS - 1
 _GRAD_QKV, _GRAD_OUT, _GRAD_PRODUCT = 0, 2 * BACKWARD_COLUMNS - 1, 3 * BACKWARD_COLUMNS - 1
+# In the order of the slots of `Casts`.
+_FORWARD, _BACKWARD = (_QKV, _SOFTMAX, _OUT), (_GRAD_OUT, _GRAD_PRODUCT, _GRAD_QKV)
 
 
 class Slot(NamedTuple):
@@ -117,6 +120,11 @@ class Casts(NamedTuple):
     def settings(self) -> Casts:
         """What all calls with these scales have in common."""
         return self._replace(step=None, columns=None)
+
+    def description(self) -> tuple[Any, ...]:
+        """Constants from which `described_casts` makes casts with other scales."""
+        backward = None if self.grad_out is None else self.grad_out.format
+        return (self.qkv.format, backward, self.backward_in_fp8)
 
     def tensors(self) -> list[torch.Tensor]:
         """All scales and amaxes."""
@@ -241,53 +249,87 @@ def casts_in_scope(
     With `counts`, amaxes are recorded; see `columns_of` for `recomputed`.
     """
     stack = autocast_stack()
-    scope, rules = stack.scope, rules_of(stack.scope.recipe)
+    scope, compiling = stack.scope, torch.compiler.is_compiling()
     recipe: Any = scope.recipe
-    leaves_amaxes = scope.leaves_amaxes(counts)
-    forward, backward, moved = states_of(module, recipe, device, leaves_amaxes)
-    if moved:
-        module.drop_plans()
-    compiling = torch.compiler.is_compiling()
+    forward, backward = _states(module, counts, device)
     if not compiling:
         stack.join(module.scaling, counts)
+    if scales is not None:
+        columns = Columns([scales[i : i + 1] for i in _FORWARD], [None] * len(_FORWARD))
+    else:
+        own, amaxes = [[of[i] for i in _FORWARD] for of in (forward.scales, forward.amaxes)]
+        columns = Columns(own, amaxes)
+        if scope.enabled:
+            flush = compiling and stack.entered_in_graph
+            columns = columns_of(own, amaxes, counts, flush, recomputed)
+    of_grads = [(backward.scales[i], backward.amaxes[i]) for i in _BACKWARD]
+    casts = _casts(_description(scope, counts), columns, of_grads)
+    of_state = scales is None and not compiling
+    return casts._replace(reduction=(recipe.reduce_amax, scope.group), of_state=of_state)
+
+
+def casts_of_part(
+    module: ScaledModule, counts: bool, device: torch.device
+) -> tuple[Casts | None, tuple[torch.Tensor, ...]] | None:
+    """The casts of a call that is a part of a larger chain.
+
+    Returns:
+        The casts, or None if attention is not in FP8. In an operator of compiled code these have no
+        tensors: behind them is the memory of scaling state, from which `described_casts` takes
+        tensors. None for calibration in compiled code, which no operator runs.
+    """
+    scope = autocast_stack().scope
+    if not asks(scope, module.name):
+        return None, ()
+    if not torch.compiler.is_compiling():
+        return casts_in_scope(module, counts, device), ()
+    if not scope.enabled:
+        return None
+    forward, backward = _states(module, counts, device)
+    without: Any = [None] * len(_FORWARD)
+    columns, of_grads = Columns(without, without), [(None, None)] * len(_BACKWARD)
+    return _casts(_description(scope, counts), columns, of_grads), (forward.room, backward.room)
+
+
+def described_casts(description: Sequence[Any], state: StateInMemory) -> Casts:
+    """The casts that have this `Casts.description`, with scales and amaxes of `state`."""
+    of_grads = list(zip(*state.backward_columns(_BACKWARD), strict=True))
+    return _casts(description, state.forward_columns(_FORWARD), of_grads)
+
+
+def _states(
+    module: ScaledModule, counts: bool, device: torch.device
+) -> tuple[ScalingState, ScalingState]:
+    """The states of the module, forward and backward, fitted to the recipe of the open scope."""
+    scope = autocast_stack().scope
+    recipe: Any = scope.recipe
+    forward, backward, moved = states_of(module, recipe, device, scope.leaves_amaxes(counts))
+    if moved:
+        module.drop_plans()
     if recipe.fp8_mha:
         _announce_mha()
+    return forward, backward
 
-    indices = (_QKV, _SOFTMAX, _OUT)
-    if scales is not None:
-        columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
-    elif scope.enabled:
-        own, amaxes = [
-            [tensors[i] for i in indices] for tensors in (forward.scales, forward.amaxes)
-        ]
-        columns = columns_of(own, amaxes, counts, compiling and stack.entered_in_graph, recomputed)
-    else:
-        columns = Columns(
-            [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]
-        )
-    format = rules.forward_format(recipe) if scope.enabled else None
+
+def _description(scope: Scope, counts: bool) -> tuple[Any, ...]:
+    """`Casts.description` of calls in a scope: two formats, and `Casts.backward_in_fp8`."""
+    recipe: Any = scope.recipe
+    rules, asked = rules_of(recipe), environment().fp8_backward
+    if not scope.enabled:
+        return None, None, asked
+    backward = rules.backward_format(recipe) if counts and asked is not False else None
+    return rules.forward_format(recipe), backward, asked
+
+
+def _casts(description: Sequence[Any], columns: Columns, of_grads: Sequence[Any]) -> Casts:
+    """Casts with these columns of the forward state, and scales and amaxes of the backward."""
+    forward, backward, asked = description
     slots = zip(columns.scales, columns.amaxes, strict=True)
-    qkv, softmax, out = (Slot(scale, amax, format) for scale, amax in slots)
-    asked = environment().fp8_backward
-    casts = counts and scope.enabled and asked is not False
-    return Casts(
-        *(qkv, softmax, out),
-        *_backward_slots(backward, rules.backward_format(recipe), casts),
-        reduction=(recipe.reduce_amax, scope.group),
-        columns=columns,
-        of_state=scales is None and not compiling,
-        backward_in_fp8=asked,
-    )
-
-
-def _backward_slots(
-    state: ScalingState, format: int, casts: bool
-) -> tuple[Slot | None, Slot | None, Slot | None]:
-    if not casts:
-        return None, None, None
-    columns = (_GRAD_OUT, _GRAD_PRODUCT, _GRAD_QKV)
-    of_out, of_product, of_qkv = [Slot(state.scales[i], state.amaxes[i], format) for i in columns]
-    return of_out, of_product, of_qkv
+    qkv, softmax, out = (Slot(scale, amax, forward) for scale, amax in slots)
+    made = [None if backward is None else Slot(scale, amax, backward) for scale, amax in of_grads]
+    grad_out, grad_product, grad_qkv = made
+    own = (qkv, softmax, out, grad_out, grad_product, grad_qkv)
+    return Casts(*own, columns=columns, of_state=True, backward_in_fp8=asked)
 
 
 def _announce_mha() -> None:
