@@ -297,6 +297,26 @@ def test_containers_and_reset() -> None:
         wrapped[0](batch())
 
 
+class Experts(te.GroupedLinear):
+    """A `GroupedLinear` whose parts have equal numbers of rows, called as layers are."""
+
+    def forward(self, x, is_first_microbatch=None):
+        rows = x.numel() // x.shape[-1] // self.num_gemms
+        return super().forward(x, [rows] * self.num_gemms, is_first_microbatch)
+
+
+@pytest.mark.gpu
+def test_grouped_linear_with_cached_weights() -> None:
+    torch.manual_seed(0)
+    eager = nn.ModuleList([Experts(2, HIDDEN, HIDDEN, params_dtype=torch.bfloat16)])
+    graphed, x = copy.deepcopy(eager), batch().requires_grad_()
+    how = {"fp8_recipe": RECIPES["delayed"], "fp8_weight_caching": True}
+    parts = te.make_graphed_callables(tuple(graphed), ((x,),), fp8_enabled=True, **how)
+    expected = run_model(eager, "delayed", eager, cached=True)
+    assert_equal(run_model(graphed, "delayed", parts, cached=True), expected)
+    assert_equal(everything(graphed), everything(eager))
+
+
 @pytest.mark.gpu
 def test_hooks_of_the_capture() -> None:
     calls = []

@@ -62,3 +62,22 @@ def test_a_state_of_torch_and_a_grad_scaler(device):
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert_bitwise(parameter.detach(), torch.full_like(parameter.detach(), 0.5))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_first_step_that_a_grad_scaler_skips(dampening, device):
+    """It leaves no momentum; torch's optimizer leaves whatever the memory held."""
+    first, second = (nn.Parameter(torch.ones(64, device=device)) for _ in range(2))
+    optimizer = FusedSGD([first], lr=0.5, momentum=0.5, dampening=dampening)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    for parameters, factor in (([first], torch.inf), ([first], 1.0), ([first, second], torch.inf)):
+        if len(parameters) > 1:
+            optimizer.add_param_group({"params": [second]})
+        optimizer.zero_grad()
+        scaler.scale(sum((p * factor).sum() for p in parameters)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert_bitwise(first.detach(), torch.full_like(first.detach(), 0.5))
+    assert_bitwise(second.detach(), torch.ones_like(second.detach()))
+    assert_bitwise(optimizer.state[first]["momentum_buffer"], torch.ones_like(first.detach()))
+    assert "momentum_buffer" not in optimizer.state[second]

@@ -65,14 +65,13 @@ class Subject:
             return function(*args, **kwargs)
         if self.takes_first:
             kwargs = {**kwargs, FIRST_MICROBATCH: first_microbatch}
-        parts = [part for module in self.ours for part in module.parts()]
-        for part in parts:
-            part.first_microbatch = first_microbatch
+        for module in self.ours:
+            module.first_microbatch = first_microbatch
         try:
             return function(*args, **kwargs)
         finally:
-            for part in parts:
-                vars(part).pop("first_microbatch", None)
+            for module in self.ours:
+                vars(module).pop("first_microbatch", None)
 
     def record_states(self) -> None:
         """Remember the FP8 states, whose addresses the graphs hold."""

@@ -118,10 +118,20 @@ class FusedSGD(torch.optim.SGD):
                 if parameter.grad is not None:
                     momentum = self.state.get(parameter, {}).get(_MOMENTUM)
                     (new if momentum is None else known).append(parameter)
+            if new and group["momentum"] != 0 and self._is_skipped():
+                continue
             for members in (new, known):
                 if members:
                     self._step(group, members)
         return loss
+
+    def _is_skipped(self) -> bool:
+        """Whether `GradScaler` has found a gradient that is not finite; waits for the device.
+
+        The fused kernel would leave new momenta as memory was allocated.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
 
     def _step(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Step parameters that all have momenta, or none of them."""
