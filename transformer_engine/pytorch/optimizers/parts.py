@@ -10,6 +10,7 @@ import torch
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
+from transformer_engine.pytorch.tensor.weight_quantizer import is_cast_of
 from transformer_engine.pytorch.tensor.writing import write
 
 
@@ -59,9 +60,11 @@ def initial_master(part: Part) -> torch.Tensor:
     parameter, _, piece = part
     initial = initial_value(parameter)
     value = None if initial is None else initial.get()
-    if value is not None:
+    if value is not None and piece is not None:
         initial.clear()
-        return with_piece(parameter, value.to(parameter.device, torch.float32))
+        value = value.to(parameter.device)
+        if is_cast_of(piece, value):
+            return with_piece(parameter, value.float())
     if piece is None:
         return parameter.detach().float()
     return with_piece(parameter, piece.dequantize(dtype=torch.float32))

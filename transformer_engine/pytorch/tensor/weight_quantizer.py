@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import E4M3
-from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    scale_pair,
+)
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales_many
 from transformer_engine.pytorch.kernels.quantize import quantize
@@ -22,7 +27,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Tensor,
 )
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 from transformer_engine.pytorch.tensor.writing import ShardRanks
 
 _LARGEST = 448.0
@@ -78,6 +83,10 @@ class WeightQuantizer(Fp8Quantizer):
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values` `[out, in]` with earlier scales, where these can hold them."""
+        raise NotImplementedError
+
+    def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
+        """The cast of `values` `[out, in]` with these scales, as they lie in a weight."""
         raise NotImplementedError
 
 
@@ -146,7 +155,11 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
             holds = (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
             holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
             chosen = torch.where(holds, scales, chosen)
-        return self.cast(values, chosen, OperandRequest(self, True, False)).rowwise  # type: ignore[return-value]
+        return self.with_scales(values, chosen)
+
+    def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
+        """The cast with a pair of scales, see the base class."""
+        return self.cast(values, scales, OperandRequest(self, True, False)).rowwise  # type: ignore[return-value]
 
 
 class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
@@ -196,16 +209,32 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         if scales is None or scales.numel() != matrix.scales.numel():
             return matrix
         old_scales = scales.to(values.device).view(matrix.scales.shape)
-        rows, cols = values.shape
         scale = old_scales.reciprocal()
         largest = largest_of_blocks(values, old_scales.shape, self.layout.run)
         holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
-        chosen = torch.where(holds, old_scales, matrix.scales)
-        each = self.layout.spread(chosen.reciprocal(), rows, cols)
+        return self.with_scales(values, torch.where(holds, old_scales, matrix.scales))
+
+    def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
+        """The cast with the scales of all blocks, see the base class."""
+        each = self.layout.spread(scales.reciprocal(), *values.shape)
         one = torch.ones(2, dtype=torch.float32, device=values.device)
         codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]
         assert codes is not None
-        return Fp8Matrix(codes, chosen, matrix.format)
+        return Fp8Matrix(codes, scales, E4M3)
+
+
+def is_cast_of(weight: QuantizedTensor, values: torch.Tensor) -> bool:
+    """Whether a weight is what casting `values` makes; the host waits for the device.
+
+    A piece has the scale of the whole weight, so the scales of the weight are tried first.
+    """
+    writer, held = WeightQuantizer.writing(weight), rowwise_of(weight)
+    assert held is not None
+    scales = held.scales if held.layout.in_blocks else scale_pair(held.scales)
+    if torch.equal(writer.with_scales(values, scales).codes, held.codes):
+        return True
+    made: Any = writer.operands(values, OperandRequest(writer, True, False)).rowwise
+    return torch.equal(made.codes, held.codes) and torch.equal(made.scales, held.scales)
 
 
 def largest_of_blocks(values: torch.Tensor, grid: Sequence[int], side: int) -> torch.Tensor:
