@@ -221,7 +221,9 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
             self._note_compiled()
             return self._make_plan(x, parameters, needs, autocast, first_microbatch)
         scope = stack.scope
-        key = (scope.number, x.dtype, autocast, needs, x.device, first_microbatch, in_first_forward)
+        how = (first_microbatch, in_first_forward)
+        # Types of parameters: a weight in FP8 may be replaced by a plain one.
+        key = (scope.number, x.dtype, autocast, needs, x.device, *how, *map(type, parameters))
         found = self._plans.get(key)
         if found is None:
             found = self._make_plan(x, parameters, needs, autocast, first_microbatch)
