@@ -146,13 +146,20 @@ def test_blockwise_dynamic_range(tmp_path: Path, device: str, dims: int) -> None
     assert both == pytest.approx(max(along, across))
 
 
-def test_sizes_that_blocks_do_not_divide_are_refused_by_name(tmp_path: Path, device: str) -> None:
-    stat = {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 2}}
-    layer = te.Linear(32, 16, device=device, name="fc1")
-    error = r"divisible by block_size 16 .* got \(24, 32\) \(layer fc1, tensor activation\)"
-    config = section("LogTensorStats", tensors=["activation"], stats=[stat])
-    with debugging(tmp_path, config), pytest.raises(ValueError, match=error):
-        layer(torch.randn(24, 32, device=device))
+@pytest.mark.parametrize("dims", [1, 2])
+def test_the_last_blocks_may_be_smaller(tmp_path: Path, device: str, dims: int) -> None:
+    stat = {"max_blockwise_dynamic_range": {"block_size": 16, "dims": dims}}
+    x = torch.randn(21, 40, device=device)
+    with debugging(tmp_path, section("LogTensorStats", tensors=["gradient"], stats=[stat])):
+        inspect("layer", "gradient", x)
+        debug_api.step()
+    if dims == 1:
+        parts = x.flatten().split(16)
+    else:
+        parts = [part for rows in x.split(16) for part in rows.split(16, 1)]
+    found = logged(tmp_path)[0, "layer", "gradient"]
+    (value,) = found.values()
+    assert value == pytest.approx(max(_log2_range(part.flatten()) for part in parts))
 
 
 def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:

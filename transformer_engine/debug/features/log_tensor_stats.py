@@ -35,7 +35,8 @@ class LogTensorStats(Scheduled):
             cur_amax: the largest magnitude
             dynamic_range: log2 of the largest over the smallest non-zero magnitude
             max_blockwise_dynamic_range: {block_size: 32, dims: 1}: the largest dynamic range of a
-                block; runs of block_size elements, or squares with dims: 2
+                block; runs of block_size elements, or squares with dims: 2. Where they do not
+                divide a tensor, the last blocks are smaller
         tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
         freq, start_step, end_step, start_end_list: when; default: in every step
 

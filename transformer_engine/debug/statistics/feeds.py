@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.rows import WIDTH, Kind
@@ -55,43 +56,32 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def blocks(
-    x: torch.Tensor,
-    source: Source,
-    row: torch.Tensor,
-    active: torch.Tensor | None,
-    name: TensorName,
-) -> None:
-    """Raise element 1 of a blocks row to the largest dynamic range of a block of `x`.
-
-    Raises:
-        ValueError: the tensor cannot be cut into such blocks.
-    """
+def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Tensor | None) -> None:
+    """Raise element 1 of a blocks row to the largest dynamic range of a block of `x`."""
     magnitudes = plain(x).reshape(-1, x.shape[-1] if x.ndim else 1).abs().float()
-    ranges = [_largest_range(magnitudes, source, name)]
+    ranges = [_largest_range(magnitudes, source)]
     if source.both:
-        ranges.append(_largest_range(magnitudes.t().contiguous(), source, name))
+        ranges.append(_largest_range(magnitudes.t().contiguous(), source))
     found = [torch.full_like(ranges[0], x.numel()), torch.stack(ranges).amax()]
     _merge(Kind.BLOCKS, found, row, active)
 
 
-def _largest_range(magnitudes: torch.Tensor, source: Source, name: TensorName) -> torch.Tensor:
-    """Return the largest dynamic range (log2 of max over non-zero min) of a block, float64."""
+def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
+    """Return the largest dynamic range (log2 of max over non-zero min) of a block, float64.
+
+    Where blocks do not divide the tensor, the last ones are smaller: zeros do not count.
+    """
     side = source.block
     if not magnitudes.numel():
         return magnitudes.new_zeros((), dtype=torch.float64)
-    sizes = [magnitudes.numel()] if source.dims == 1 else list(magnitudes.shape)
-    if any(size % side for size in sizes):
-        raise ValueError(
-            f"[LogTensorStats] expected sizes divisible by block_size {side} for "
-            f"max_blockwise_dynamic_range, got {tuple(magnitudes.shape)} (layer {name.layer},"
-            f" tensor {name.tensor})"
-        )
     if source.dims == 1:
-        cut = magnitudes.reshape(-1, side)
+        flat = magnitudes.flatten()
+        cut = functional.pad(flat, (0, -flat.numel() % side)).view(-1, side)
     else:
-        rows, cols = magnitudes.shape
-        tiles = magnitudes.view(rows // side, side, cols // side, side)
+        rows, cols = [-(-size // side) for size in magnitudes.shape]
+        missing = [-size % side for size in magnitudes.shape]
+        whole = functional.pad(magnitudes, (0, missing[1], 0, missing[0]))
+        tiles = whole.view(rows, side, cols, side)
         cut = tiles.transpose(1, 2).reshape(-1, side * side)
     top = cut.amax(dim=1)
     bottom = torch.where(cut == 0, torch.inf, cut).amin(dim=1)
@@ -177,7 +167,7 @@ def _merge(
     kind: Kind, fields: Sequence[torch.Tensor], row: torch.Tensor, active: torch.Tensor | None
 ) -> None:
     """Merge the first fields of a row, float64 scalars, into a slot's row."""
-    found = torch.nn.functional.pad(torch.stack([*fields]), (0, WIDTH - len(fields)))
+    found = functional.pad(torch.stack([*fields]), (0, WIDTH - len(fields)))
     kinds = row.new_full((1,), kind, dtype=torch.int64)
     merge_rows(found.view(1, 1, WIDTH), kinds, row.view(1, WIDTH), active)
 

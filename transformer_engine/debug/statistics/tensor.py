@@ -167,7 +167,7 @@ class TensorStatistics:
         for source in self._blocks:
             row, active = self._rows(self.slots[source], x.numel(), captured)
             if row is not None:
-                feeds.blocks(x, source, row, active, self.name)
+                feeds.blocks(x, source, row, active)
 
     def wants_tensor(self, captured: bool = False) -> bool:
         """Whether `feed_blocks` or `feed_casts` would do anything."""
