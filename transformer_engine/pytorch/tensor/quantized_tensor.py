@@ -22,21 +22,20 @@ from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.lists import parts_of_lists
 from transformer_engine.pytorch.tensor.part_checks import check_parts
 from transformer_engine.pytorch.tensor.transparent import Dequantize
+from transformer_engine.pytorch.tensor.without_storage import WithoutStorage
 from transformer_engine.pytorch.tensor.writing import overwrite, write, write_unless
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(WithoutStorage):
     """Base of quantised tensors: a wrapper without storage of its own.
 
     A subclass consists of plain tensors, codes and scales, which it keeps under `part_names`, and
     of `facts` about them.
     """
 
-    # Native code must unpack the payload: this keeps it from seeing an empty tensor.
-    __dlpack_c_exchange_api__ = None
     handlers: ClassVar[dict[Any, Handler]] = {}
     part_names: ClassVar[tuple[str, ...]] = ()
     fact_names: ClassVar[tuple[str, ...]] = ("dtype", "fp8_dtype", "quantizer")
@@ -293,27 +292,6 @@ class QuantizedTensor(torch.Tensor):
         values = self.dequantize().clone()
         values[index] = value
         self.copy_(values)
-
-    def _refuse(self, what: str) -> Any:
-        raise TypeError(
-            f"[{type(self).__name__}] {what} needs a plain tensor with storage, got {self.label}, "
-            "which holds FP8 codes: use its dequantize()"
-        )
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """NumPy has no such dtype: an error that names the tensor."""
-        return self._refuse("numpy()")
-
-    def storage(self) -> Any:
-        """There is none, and safetensors asks for it: an error that names the tensor."""
-        return self._refuse("storage()")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refuse("DLPack")
-
-    def share_memory_(self) -> Any:
-        """Codes are not moved into shared memory: an error that names the tensor."""
-        return self._refuse("share_memory_()")
 
 
 def _same(facts: dict[str, Any], others: dict[str, Any], but: Sequence[str]) -> bool:
