@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
@@ -91,3 +92,47 @@ def test_pieces_that_cut_blocks_are_plain_with_a_warning() -> None:
     weight = _weight(128, Float8BlockScaling())
     with pytest.warns(UserWarning, match="got 64 of 128 rows"), torch.no_grad():
         assert all(type(piece) is torch.Tensor for piece in weight.chunk(2))
+
+
+RECIPES = pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()])
+
+
+@RECIPES
+def test_weights_that_took_over_pieces_are_written_alone(recipe: Recipe) -> None:
+    whole = _weight(384, recipe)
+    weights = [_weight(128, recipe) for _ in range(3)]
+    expected = whole.dequantize().detach()
+    for weight, piece in zip(weights, whole.data.chunk(3), strict=True):
+        weight.data = piece
+    with torch.no_grad():
+        weights[1].mul_(4)
+    for i, rows in enumerate(expected.chunk(3)):
+        if i == 1:
+            torch.testing.assert_close(weights[1].dequantize(), 4 * rows, rtol=0.07, atol=1e-3)
+        else:
+            assert_bitwise(weights[i].dequantize().detach(), rows)
+    if isinstance(recipe, Float8CurrentScaling):  # blocks of pieces are those of the whole
+        assert_bitwise(whole.dequantize().detach(), expected)
+
+
+@RECIPES
+def test_copies_of_pieces_are_weights_of_their_own(recipe: Recipe) -> None:
+    whole = _weight(256, recipe)
+    expected = whole.dequantize().detach()
+    piece = whole.detach().chunk(2)[1]
+    for copy in (piece.clone(), torch.nn.Parameter(piece.clone())):
+        assert_bitwise(copy.dequantize().detach(), expected[128:])
+        copy.grad = torch.ones_like(copy)
+        torch.optim.SGD([copy], lr=0.25).step()
+        wanted = expected[128:] - 0.25
+        torch.testing.assert_close(copy.dequantize().detach(), wanted, rtol=0.07, atol=1e-3)
+    assert_bitwise(whole.dequantize().detach(), expected)
+
+
+def test_a_piece_takes_no_scale_but_that_of_all_pieces() -> None:
+    whole = _weight(64, Float8CurrentScaling())
+    piece, *_ = _pieces(whole, 2)
+    copy = piece.clone()
+    copy.mul_(4)
+    with pytest.raises(RuntimeError, match=r"fully_shard.*clone\(\) of it has a scale of its own"):
+        piece.copy_(copy)

@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch.tensor import shards
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, QuantizedTensor
-from transformer_engine.pytorch.tensor.writing import ranks_of
+from transformer_engine.pytorch.tensor.writing import alone, ranks_of
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ _FACTORIES = (
 
 QuantizedTensor.handlers = {
     aten.detach.default: lambda x: x.mapped(lambda part: part),
-    aten.clone.default: lambda x, **layout: x.mapped(torch.clone),
+    aten.clone.default: lambda x, **layout: alone(x),
     aten.view.default: lambda x, shape: x.viewed(shape),
     aten._unsafe_view.default: lambda x, shape: x.viewed(shape),
     aten._to_copy.default: _to_copy,

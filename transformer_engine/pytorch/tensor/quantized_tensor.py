@@ -23,7 +23,13 @@ from transformer_engine.pytorch.tensor.lists import parts_of_lists
 from transformer_engine.pytorch.tensor.part_checks import check_parts
 from transformer_engine.pytorch.tensor.transparent import Dequantize
 from transformer_engine.pytorch.tensor.without_storage import WithoutStorage
-from transformer_engine.pytorch.tensor.writing import overwrite, write, write_unless
+from transformer_engine.pytorch.tensor.writing import (
+    overwrite,
+    parts_for,
+    shares_scale,
+    write,
+    write_unless,
+)
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
@@ -115,6 +121,7 @@ class QuantizedTensor(WithoutStorage):
             isinstance(other, type(self))
             and _same(self.facts, other.facts, but=("dtype", "quantizer"))
             and other.shape == self.shape
+            and (shares_scale(other) or not shares_scale(self))
             and all(
                 own is None or there is not None
                 for own, there in zip(self.parts, other.parts, strict=True)
@@ -135,7 +142,7 @@ class QuantizedTensor(WithoutStorage):
                 f"({self.label}); move or convert the module instead"
             )
         if self.like(value):
-            self.adopt(value.parts)  # type: ignore[attr-defined]
+            self.adopt(parts_for(self, value))  # type: ignore[arg-type]
         else:
             self.quantize_(value)
 

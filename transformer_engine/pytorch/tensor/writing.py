@@ -48,7 +48,7 @@ class ShardRanks:
             raise RuntimeError(
                 "[fully_shard] expected the first forward or load_state_dict before a piece of "
                 f"{label} is written otherwise: its scale is that of all pieces, and until then "
-                "nothing says which ranks have them"
+                "nothing says which ranks have them; a clone() of it has a scale of its own"
             )
         for group in (*self.groups, *self.layer):
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
@@ -64,6 +64,35 @@ def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
     """The same of what `fully_shard` has cut; None for what it has not."""
     ranks = scale_ranks_of(tensor)
     return None if ranks is None or ranks.groups == () else ranks
+
+
+def shares_scale(tensor: QuantizedTensor) -> bool:
+    """Whether a tensor is a piece whose scale is that of all pieces of a weight."""
+    return ranks_of(tensor) is not None and not layout_of(tensor._format).in_blocks
+
+
+def alone(tensor: QuantizedTensor) -> QuantizedTensor:
+    """A copy, which may be written whatever happens to other pieces of the weight.
+
+    A piece that `fully_shard` has gathered is written by its ranks together, and so is its copy:
+    whoever copies it back wants the scale of all pieces.
+    """
+    copy = tensor.mapped(torch.clone)
+    ranks, quantizer = ranks_of(tensor), tensor._quantizer
+    if ranks is not None and ranks.groups is None:
+        layer = ShardRanks(layer=ranks.layer, groups=()) if ranks.layer else None
+        copy._quantizer = quantizer.over(layer)  # type: ignore[union-attr]
+    return copy
+
+
+def parts_for(tensor: QuantizedTensor, other: QuantizedTensor) -> Sequence[torch.Tensor | None]:
+    """The parts that a tensor takes over from another one.
+
+    From a piece that has its scale with other pieces they are copies: who writes them alone, with
+    another scale, would change the values of the others.
+    """
+    piece = shares_scale(other) and not shares_scale(tensor)
+    return (alone(other) if piece else other).parts
 
 
 def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tensor) -> None:
