@@ -132,6 +132,25 @@ def test_modules_move_and_change_dtype(layer: te.Linear, device: str) -> None:
         layer.double()
 
 
+def test_hooks_stay_when_the_dtype_changes(layer: te.Linear) -> None:
+    weight, seen = layer.weight, []
+    doubled = weight.register_hook(lambda grad: 2 * grad)
+    recorded = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p is weight))
+
+    def gradient() -> float:
+        weight.grad = None
+        weight.dequantize().sum().backward()
+        return weight.grad[0, 0].item()
+
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        layer.to(dtype)
+        assert gradient() == 2 and seen == [True]
+        seen.clear()
+    doubled.remove()
+    recorded.remove()
+    assert gradient() == 1 and not seen
+
+
 @pytest.mark.filterwarnings("ignore:.*which cuts blocks")
 def test_vectors_and_clipping(layer: te.Linear) -> None:
     vector = parameters_to_vector(layer.parameters())

@@ -143,6 +143,7 @@ def materialised(parameter: Any, device: str) -> Any:
 def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None:
     """Let a parameter become another one, for whoever refers to it."""
     grad, weight.grad = weight.grad, None
+    hooks = weight._backward_hooks, weight._post_accumulate_grad_hooks
     vars(other).update({k: v for k, v in vars(weight).items() if k not in vars(other)})
     try:
         torch.utils.swap_tensors(weight, other)
@@ -152,6 +153,8 @@ def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None
             f"else refers to it ({error})"
         ) from error
     weight.grad = None if grad is None else function(grad)
+    # Autograd knows them by the tensor that has been swapped out.
+    weight._backward_hooks, weight._post_accumulate_grad_hooks = hooks
 
 
 def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Tensor:
