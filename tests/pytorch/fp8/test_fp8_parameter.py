@@ -45,6 +45,39 @@ def test_detach_and_data_alias_clone_and_to_copy(layer: te.Linear) -> None:
     assert type(weight.float()) is torch.Tensor and type(weight.detach()[2:4]) is torch.Tensor
 
 
+@pytest.mark.filterwarnings("ignore:.*which cuts blocks", "ignore:.*whole blocks")
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.detach(),
+        lambda w: w.data.clone(),
+        lambda w: w.view(24, 320),
+        lambda w: w.view(2, 24, 160),
+        lambda w: w.t(),
+        lambda w: w[:16],
+        lambda w: w.chunk(2)[0],
+        lambda w: w.as_strided(w.shape, w.stride()),
+        lambda w: w.unsqueeze(0),
+    ],
+)
+def test_views_in_inference_mode(layer: te.Linear, view) -> None:
+    weight = layer.weight
+    expected = view(weight)
+    with torch.inference_mode():
+        found = view(weight)
+    assert type(found) is type(expected)
+    for one in (found, expected):  # outside of it they differ in nothing
+        assert_bitwise(one.float().detach(), expected.float().detach())
+    with torch.inference_mode():
+        state = layer.state_dict()
+        layer.load_state_dict(state)
+        again = weight.detach()
+        twin = te.Linear(160, 48, device=weight.device, params_dtype=torch.bfloat16)
+        twin.load_state_dict(state)
+    assert codes(again) is codes(weight)
+    weight.dequantize().sum().backward()
+
+
 def test_a_transpose_is_not_used_after_an_alias_has_written(layer: te.Linear) -> None:
     weight = layer.weight
     if not isinstance(weight, Float8Tensor):

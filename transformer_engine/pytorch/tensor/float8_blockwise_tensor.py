@@ -169,7 +169,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
                 "dequantised",
                 stacklevel=3,
             )
-            return self.dequantize().view(shape)
+            return self.plain_values().view(shape)
         rowwise, *others = self.parts
         parts = [None if rowwise is None else rowwise.view(size), *others]
         return self.with_parts(parts, size)

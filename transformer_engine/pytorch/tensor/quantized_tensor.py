@@ -281,6 +281,18 @@ class QuantizedTensor(WithoutStorage):
     ) -> Any:
         """Handle on the codes where listed, else dequantise, run, and quantise what was written."""
         kwargs = kwargs or {}
+        if func not in cls.handlers:  # in inference mode torch leaves this to us
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func.is_view and torch.is_inference_mode_enabled() is not args[0].is_inference():
+            # Torch lets views and what they are views of be inference tensors both, or neither.
+            with torch.inference_mode(args[0].is_inference()):
+                return cls._dispatched(func, args, kwargs)
+        return cls._dispatched(func, args, kwargs)
+
+    @classmethod
+    def _dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = cls.handlers.get(func)
         if handler is not None:
             result = handler(*args, **kwargs)
