@@ -80,6 +80,13 @@ def test_room_for_a_piece_is_made_once() -> None:
     assert type(weight.new_zeros(32, 256)) is torch.Tensor
 
 
+def test_a_weight_that_was_cut_may_change_its_dtype() -> None:
+    with te.quantized_model_init():
+        layer = te.Linear(32, 32, device="cpu")
+    layer.weight.chunk(2)
+    assert layer.half().weight.dtype is torch.float16
+
+
 def test_pieces_keep_what_the_weight_started_with() -> None:
 
     weight = _weight(64, Float8CurrentScaling(), preserve=True)

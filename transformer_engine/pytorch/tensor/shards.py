@@ -60,7 +60,8 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
         return NotImplemented
     first = _rows(x, 0, min(rows, x.shape[0]))
     others = range(rows, x.shape[0], rows)
-    x._room = first  # type: ignore[attr-defined]
+    # An alias that autograd does not know: as a view of the weight, the piece refers to it.
+    x._room = first.mapped(lambda part: part)  # type: ignore[attr-defined]
     return [first, *(_rows(x, start, min(start + rows, x.shape[0])) for start in others)]
 
 
