@@ -193,6 +193,24 @@ def test_weights_load_into_meta_modules(kind: type[QuantizedTensor], device: str
 
 
 @kinds
+@pytest.mark.parametrize("values", [torch.bfloat16, torch.float16, torch.float64])
+def test_assigned_weights_have_the_dtype_of_the_values(
+    values: torch.dtype, kind: type[QuantizedTensor], device: str
+) -> None:
+    source = te.Linear(32, 48, device=device).to(values)
+    state = source.state_dict()
+    for on in ("meta", device):
+        layer = fp8(recipe=KINDS[kind], device=on)
+        layer.load_state_dict(state, assign=True)
+        expected = torch.float32 if values is torch.float64 else values  # which no weight can have
+        assert isinstance(layer.weight, kind) and layer.weight.dtype is expected
+    copied = fp8(recipe=KINDS[kind], device=device)
+    copied.load_state_dict(source.state_dict())
+    assert copied.weight.dtype is torch.float32
+    assert_bitwise(codes(copied.weight), codes(layer.weight))
+
+
+@kinds
 def test_modules_on_meta_have_a_state_dict(kind: type[QuantizedTensor]) -> None:
     state = fp8(recipe=KINDS[kind], device="meta").state_dict()
     assert type(state["weight"]) is torch.Tensor and state["weight"].is_meta

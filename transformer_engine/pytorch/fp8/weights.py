@@ -187,10 +187,11 @@ def scales_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def quantized(
-    module: TransformerEngineBaseModule, state: Mapping[str, Any], prefix: str
+    module: TransformerEngineBaseModule, state: Mapping[str, Any], prefix: str, assigned: bool
 ) -> Mapping[str, Any]:
     """A state dict in which plain tensors for FP8 parameters are quantised.
 
+    If they are assigned, not copied, they keep their dtype as the nominal one, and their device.
     With the scales in `_extra_state` the codes become what they were. Without them, or if they
     cannot hold the values, new scales are computed.
     """
@@ -212,7 +213,7 @@ def quantized(
         if values.shape == parameter.shape and values.is_floating_point() and not values.is_meta:
             own = _own_piece(values, parameter)
             if own is not None:
-                cast = _cast(own, weight, None if scales is None else scales[i])
+                cast = _cast(own, weight, None if scales is None else scales[i], assigned)
                 found[prefix + name] = with_piece(parameter, cast)
     return {**state, **found}
 
@@ -231,14 +232,16 @@ def _own_piece(values: Any, parameter: Any) -> Any:
 
 
 def _cast(
-    values: torch.Tensor, weight: QuantizedTensor, scales: torch.Tensor | None
+    values: torch.Tensor, weight: QuantizedTensor, scales: torch.Tensor | None, assigned: bool
 ) -> QuantizedTensor:
-    device = values.device if weight.is_meta else weight.device
-    dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
+    device = values.device if assigned or weight.is_meta else weight.device
+    high = values.dtype in HIGH_PRECISION
+    nominal = values.dtype if assigned and high else weight.dtype
+    dtype = values.dtype if high else torch.float32
     values = values.detach().to(device, dtype).contiguous().resolve_neg()
     quantizer = WeightQuantizer.writing(weight)
     matrix = quantizer.restored(values, scales)
-    return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)
+    return quantizer.holding(matrix.codes, matrix.scales, nominal)
 
 
 def validate(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:

@@ -360,10 +360,11 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
             fp8_weights.dequantized(self, destination, prefix)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *others: Any
     ) -> None:
-        quantized = fp8_weights.quantized(self, state_dict, prefix)
-        super()._load_from_state_dict(quantized, prefix, *others)
+        assigned = local_metadata.get("assign_to_params_buffers", False)
+        quantized = fp8_weights.quantized(self, state_dict, prefix, assigned)
+        super()._load_from_state_dict(quantized, prefix, local_metadata, *others)
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
