@@ -55,3 +55,21 @@ def test_written_together_as_alone(device: str) -> None:
     for ours, theirs, value in zip(*found, values, strict=True):
         assert torch.equal(ours, theirs)
         torch.testing.assert_close(ours, value.to(ours.dtype), rtol=0.07, atol=0.01)
+
+
+@pytest.mark.parametrize("shape", [(2,), (1,), ()])
+def test_scales_that_users_bring_are_copied(shape: tuple[int, ...], device: str) -> None:
+    """They may be 1/scale alone, as those of the target may."""
+    with te.fp8_model_init():
+        layers = [te.Linear(32, 32, device=device) for _ in "ab"]
+    source, weight = layers[0].weight.detach(), layers[1].weight
+    scale = source._scale_inv[: torch.Size(shape).numel()].reshape(shape).clone()
+    own = source.with_parts([source._data.clone(), scale])
+    layers[1].load_state_dict({**layers[1].state_dict(), "weight": own})
+    weight.detach().copy_(own)
+    assert torch.equal(weight.dequantize(), source.dequantize())
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(weight.dequantize(), 2 * source.dequantize())
+    own.detach().copy_(weight.detach())
+    assert torch.equal(own.dequantize(), weight.dequantize())

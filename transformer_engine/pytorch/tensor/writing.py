@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.fp8.casts.operands import scale_pair
 from transformer_engine.pytorch.kernels.amax import amax
 from transformer_engine.pytorch.kernels.quantize import quantize_many
 from transformer_engine.pytorch.scale_layout import layout_of
@@ -192,9 +193,8 @@ def overwrite(
                 continue
             if other is not own:
                 targets.append(own)
-                # A tensor of a user's scale may have 1/scale alone.
                 fits = other.shape == own.shape
-                sources.append(other if fits else other.reshape(-1)[: own.numel()].view_as(own))
+                sources.append(other if fits else _scale_like(own, other))
             if not own.is_inference():
                 written.append(own)
     if targets:
@@ -202,3 +202,8 @@ def overwrite(
     if written:
         # Below autograd nothing else tells aliases, and graphs that have saved the codes.
         torch.autograd.graph.increment_version(written)
+
+
+def _scale_like(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A scale in the form of another one: tensors that users made may have 1/scale alone."""
+    return scale_pair(other)[: own.numel()].view_as(own)
