@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import _rebuild
 
 SHAPE = (48, 160)  # two blocks
 
@@ -272,6 +274,29 @@ def test_pickled_modules_keep_fp8_weights(layer: te.Linear) -> None:
     whole = torch.load(file, weights_only=False)
     assert type(whole.weight) is type(layer.weight)
     assert_bitwise(codes(whole.weight), codes(layer.weight))
+
+
+def test_pickles_keep_what_parameters_carry(kind: type[QuantizedTensor]) -> None:
+    with te.fp8_model_init(recipe=KINDS[kind], preserve_high_precision_init_val=True):
+        layer = te.Linear(160, 48, device="cpu", parallel_mode="column")
+    layer.weight.main_grad = torch.ones(SHAPE)
+    layer.weight.mark = {"a": [1]}
+    file = io.BytesIO()
+    torch.save(layer.weight, file)
+    file.seek(0)
+    copies = [torch.load(file, weights_only=True), pickle.loads(pickle.dumps(layer)).weight]
+    for weight in copies:
+        assert weight.tensor_model_parallel and weight.partition_dim == 0
+        assert weight.mark == {"a": [1]}
+        assert_bitwise(weight.main_grad, layer.weight.main_grad)
+        expected = layer.weight.get_high_precision_init_val()
+        assert_bitwise(weight.get_high_precision_init_val(), expected)
+        weight.clear_high_precision_init_val()
+        assert weight.get_high_precision_init_val() is None
+        assert layer.weight.get_high_precision_init_val() is expected
+    kind, shape, parts, facts, needs_grad, _ = layer.weight.__reduce_ex__(2)[1]
+    old = _rebuild(kind, shape, parts, facts, needs_grad)  # as files of older versions say
+    assert_bitwise(codes(old), codes(layer.weight))
 
 
 def test_processes_share_fp8_weights(kind: type[QuantizedTensor]) -> None:

@@ -109,6 +109,19 @@ def test_damaged_facts_are_refused(kind: str, name: str, value: object) -> None:
         loaded(arguments)
 
 
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("name", ["_format", "_fp8_dtype", "parts", "dequantize", "grad_fn", 3])
+def test_attributes_hide_nothing(kind: str, name: object) -> None:
+    arguments = saved(kind)
+    assert loaded([*arguments, {"mark": [1]}]).mark == [1]
+    own = type(QUANTIZERS[kind](torch.ones(128, 128))).part_names[0]
+    for hidden in (name, own):
+        with pytest.raises(ValueError, match="expected names of attributes that users set"):
+            loaded([*arguments, {"mark": 1, hidden: 4}])
+    with pytest.raises(ValueError, match="expected a dict of attributes"):
+        loaded([*arguments, [name]])
+
+
 def test_other_damage_is_refused() -> None:
     kind, shape, parts, facts, _ = saved("squares")
     without = {name: fact for name, fact in facts.items() if name != "is_2D_scaled"}

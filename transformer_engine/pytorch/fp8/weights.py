@@ -16,6 +16,7 @@ from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import WHOLE, layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.attributes import InitialValue
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
@@ -26,31 +27,6 @@ if TYPE_CHECKING:
 
 PART_OF_STATE = "_te_part_of_state"  # of layers that ranks share, see `parallelize.checkpoints`
 Apply = Callable[[torch.Tensor], torch.Tensor]
-
-
-class InitialValue:
-    """The initial values of a parameter, on the CPU, until they are cleared."""
-
-    def __init__(self, value: torch.Tensor | None) -> None:
-        self._value = value
-
-    def get(self) -> torch.Tensor | None:
-        """The values in high precision; None once they were cleared."""
-        return self._value
-
-    def clear(self) -> None:
-        """Free them."""
-        self._value = None
-
-    def rows(self, start: int, stop: int) -> InitialValue:
-        """The initial values of a piece of the parameter."""
-        return InitialValue(None if self._value is None else self._value[start:stop].clone())
-
-    def attach(self, parameter: Any) -> None:
-        """Attach them to the parameter, where optimizers look."""
-        parameter.initial_value = self
-        parameter.get_high_precision_init_val = self.get
-        parameter.clear_high_precision_init_val = self.clear
 
 
 def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.fp8.weights import InitialValue
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.scale_layout import layout_of
+from transformer_engine.pytorch.tensor.attributes import InitialValue
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 from transformer_engine.pytorch.tensor.writing import ShardRanks

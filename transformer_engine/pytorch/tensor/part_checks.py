@@ -43,6 +43,16 @@ def check_parts(
     _require(len(devices) == 1, kind, "parts of one device", sorted(map(str, devices)))
 
 
+def checked_attributes(tensor: QuantizedTensor, attributes: Any) -> dict[str, Any]:
+    """Attributes by name; raise ValueError where one would hide what the tensor consists of."""
+    _require(isinstance(attributes, dict), type(tensor), "a dict of attributes", attributes)
+    for name in attributes:
+        free = isinstance(name, str) and name not in vars(tensor)
+        own = free and not hasattr(type(tensor), name)
+        _require(own, type(tensor), "names of attributes that users set", name)
+    return attributes
+
+
 def _check_facts(kind: type[QuantizedTensor], facts: Mapping[str, Any]) -> None:
     names = sorted(kind.fact_names)
     _require(isinstance(facts, dict) and sorted(facts) == names, kind, f"the facts {names}", facts)

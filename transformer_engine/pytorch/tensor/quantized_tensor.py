@@ -19,8 +19,9 @@ from transformer_engine.pytorch._torch_private import no_torch_function, tree_le
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
+from transformer_engine.pytorch.tensor.attributes import InitialValue, attributes_beside
 from transformer_engine.pytorch.tensor.lists import parts_of_lists
-from transformer_engine.pytorch.tensor.part_checks import check_parts
+from transformer_engine.pytorch.tensor.part_checks import check_parts, checked_attributes
 from transformer_engine.pytorch.tensor.transparent import Dequantize
 from transformer_engine.pytorch.tensor.without_storage import WithoutStorage
 from transformer_engine.pytorch.tensor.writing import (
@@ -50,6 +51,7 @@ class QuantizedTensor(WithoutStorage):
     _fp8_dtype: DType
     _format: int  # of the sides, for kernels
     _quantizer: Quantizer | None
+    _room: Any = None  # for the first piece, while `fully_shard` cuts the tensor: see `shards`
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -260,7 +262,7 @@ class QuantizedTensor(WithoutStorage):
             copy = self.with_parts([None if part is None else part.clone() for part in self.parts])
             if isinstance(self, nn.Parameter):
                 copy = nn.Parameter(copy)
-            own = {k: v for k, v in vars(self).items() if k not in vars(copy)}
+            own = attributes_beside(self, copy)
             vars(copy).update({k: deepcopy(v, memo) for k, v in own.items()})
             memo[id(self)] = copy.requires_grad_(self.requires_grad)
         return memo[id(self)]
@@ -271,7 +273,11 @@ class QuantizedTensor(WithoutStorage):
         facts = {**self.facts, "fp8_dtype": int(self._fp8_dtype)}
         facts["quantizer"] = self._quantizer if keeps else None
         needs_grad = self.requires_grad if isinstance(self, nn.Parameter) else None
-        return _rebuild, (type(self), self.shape, self.parts, facts, needs_grad)
+        plain = self.detach() if needs_grad is None else nn.Parameter(self.detach())
+        own = attributes_beside(self, plain)
+        saved = {name: own[name] for name in own if name not in InitialValue.METHODS}
+        arguments = (type(self), self.shape, self.parts, facts, needs_grad)
+        return _rebuild, (*arguments, saved) if saved else arguments
 
     __torch_function__ = no_torch_function
 
@@ -323,6 +329,7 @@ def _rebuild(
     parts: Parts,
     facts: dict[str, Any],
     needs_grad: bool | None,
+    attributes: Mapping[str, Any] | None = None,  # in files of older versions
 ) -> torch.Tensor:
     """What `torch.save` writes; `needs_grad` is None where it was no parameter.
 
@@ -333,7 +340,13 @@ def _rebuild(
         raise ValueError(f"[QuantizedTensor] expected a kind of quantised tensor, got {kind!r}")
     check_parts(kind, shape, parts, facts)
     tensor = kind.assembled(shape, parts, facts)
-    return tensor if needs_grad is None else nn.Parameter(tensor, needs_grad)
+    own = checked_attributes(tensor, attributes or {})
+    rebuilt = tensor if needs_grad is None else nn.Parameter(tensor, needs_grad)
+    vars(rebuilt).update(own)
+    initial = own.get("initial_value")
+    if isinstance(initial, InitialValue):
+        initial.attach(rebuilt)
+    return rebuilt
 
 
 torch.serialization.add_safe_globals([_rebuild])

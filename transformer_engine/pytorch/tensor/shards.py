@@ -61,7 +61,7 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
     first = _rows(x, 0, min(rows, x.shape[0]))
     others = range(rows, x.shape[0], rows)
     # An alias that autograd does not know: as a view of the weight, the piece refers to it.
-    x._room = first.mapped(lambda part: part)  # type: ignore[attr-defined]
+    x._room = first.mapped(lambda part: part)
     return [first, *(_rows(x, start, min(start + rows, x.shape[0])) for start in others)]
 
 
@@ -90,13 +90,13 @@ def _slice(
         return NotImplemented
     piece = _rows(x, 0, stop)
     if shorter:
-        piece._room = x  # type: ignore[attr-defined]
+        piece._room = x
     return piece
 
 
 def room_for(x: QuantizedTensor, size: Sequence[int], options: dict[str, Any]) -> Any:
     """Zeros to copy a piece to, where one of this size was just made, or has been; else None."""
-    room, x._room = getattr(x, "_room", None), None  # type: ignore[attr-defined]
+    room, x._room = x._room, None
     asked = {name for name, value in options.items() if value is not None}
     if room is None or room.shape != torch.Size(size) or asked - {"pin_memory"}:
         return None
