@@ -258,6 +258,15 @@ def test_messages_follow_the_name_of_the_layer(layer: te.Linear) -> None:
         layer.weight.detach().numpy()
 
 
+def test_copies_have_names_of_their_own(layer: te.Linear) -> None:
+    twin = copy.deepcopy(layer)
+    other = te.Linear(160, 48, device=layer.weight.device)
+    other.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    layer.name, twin.name, other.name = "first", "second", "third"
+    labels = [module.weight.label for module in (layer, twin, other)]
+    assert labels == [f"weight of layer {name}" for name in ("first", "second", "third")]
+
+
 def test_pickled_modules_keep_fp8_weights(layer: te.Linear) -> None:
     file = io.BytesIO()
     torch.save(layer.weight, file)

@@ -68,7 +68,7 @@ def rename(module: nn.Module, layer: str) -> None:
     for name, weight in fp8_weights(module).items():
         quantizer: Any = weight._quantizer
         if getattr(quantizer, "writes_weights", False):
-            quantizer.label = f"{name} of layer {layer}"
+            weight._quantizer = quantizer.labelled(f"{name} of layer {layer}")
 
 
 def apply_fn(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:

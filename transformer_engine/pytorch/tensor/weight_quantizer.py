@@ -63,6 +63,12 @@ class WeightQuantizer(Fp8Quantizer):
             return own
         return WeightQuantizer.for_layout(layout_of(weight._format))
 
+    def labelled(self, label: str) -> WeightQuantizer:
+        """The same under another label: copies of a weight share this one."""
+        other = copy.copy(self)
+        other.label = label
+        return other
+
     def over(self, ranks: ShardRanks | None) -> WeightQuantizer:
         """The same, for a piece that these ranks share; None: for the whole."""
         other = copy.copy(self)
