@@ -104,3 +104,17 @@ def test_layers_are_made_where_registration_puts_parameters_on_meta(
     layer.load_state_dict(usual.state_dict())
     for one, other in zip(layer.parameters(), usual.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_parameters_on_meta_keep_what_users_set(in_fp8: bool) -> None:
+    with te.fp8_model_init(enabled=in_fp8):
+        layer = te.Linear(32, 32, device="meta")
+    layer.weight.requires_grad_(False)
+    layer.weight.mark = layer.bias.mark = "mine"
+    kind = type(layer.weight)
+    with torch.device("cpu"):
+        layer.reset_parameters()
+    assert type(layer.weight) is kind and not layer.weight.is_meta
+    assert not layer.weight.requires_grad and layer.bias.requires_grad
+    assert layer.weight.mark == layer.bias.mark == "mine"

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.module.arguments import check_sizes, in_layer
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker, check_tracker
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.attributes import attributes_beside
 from transformer_engine.pytorch.tensor.shards import piece_of
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class ParameterSet:
                 if device.type == "meta":
                     device = default_device("cuda" if torch.cuda.is_available() else "cpu")
                 self._register(module, spec, torch.empty_like(parameter, device=device))
+                _carry_over(parameter, module._parameters[spec.name])
             elif isinstance(parameter, QuantizedTensor):
                 values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
                 self._initialise(spec, values)
@@ -165,8 +167,9 @@ class ParameterSet:
     def _reset_piece(self, module: nn.Module, spec: ParameterSpec, parameter: Any) -> None:
         """`reset`, of a parameter that `fully_shard` has cut."""
         if parameter.is_meta:
-            parameter = fp8_weights.materialised(parameter, parameter.device_mesh.device_type)
-            parameter = _registered(module, spec, parameter)
+            device = parameter.device_mesh.device_type
+            made = _registered(module, spec, fp8_weights.materialised(parameter, device))
+            parameter = _carry_over(parameter, made)
         piece = piece_of(parameter)
         if piece is None:
             self._initialise(spec, parameter)
@@ -225,6 +228,12 @@ def _with_attributes(parameter: Any, spec: ParameterSpec) -> Any:
     for key, value in spec.attributes.items():
         setattr(parameter, key, value)
     return parameter
+
+
+def _carry_over(parameter: torch.Tensor, other: Any) -> Any:
+    """The other one, with whether it is trained and the attributes that users set from this one."""
+    vars(other).update(attributes_beside(parameter, other))
+    return other.requires_grad_(parameter.requires_grad)
 
 
 def sections_of(split: Split) -> Sequence[int]:
