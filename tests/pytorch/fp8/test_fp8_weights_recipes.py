@@ -53,11 +53,18 @@ def test_margin_and_rounding_of_the_recipe() -> None:
     values = torch.randn(32, 16)
     for recipe, expected in (
         (DelayedScaling(margin=1), 448 / values.abs().max() / 2),
+        (DelayedScaling(margin=-1), 448 / values.abs().max()),
         (RECIPES["current"], 2 ** torch.floor(torch.log2(448 / values.abs().max()))),
     ):
         with te.quantized_model_init(recipe=recipe):
             layer = te.Linear(16, 32, device="cpu", init_method=lambda w: w.copy_(values))
         assert layer.weight._scale_inv[1].item() == expected.item()
+        before = layer.weight.dequantize().detach()
+        for _ in range(4):
+            with torch.no_grad():
+                layer.weight.mul_(1.0)
+        # A write may round, which it does once; it clips nothing.
+        torch.testing.assert_close(layer.weight.dequantize().amax(), before.amax())
     for exact in (True, False):
         recipe = Float8BlockScaling(use_f32_scales=exact)
         with te.quantized_model_init(recipe=recipe):

@@ -103,7 +103,7 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         family: `"delayed"` or `"current"`, the recipes that may use the weight; None for both.
         power_of_2: round scales down to powers of two.
         epsilon: least amax.
-        margin: scales are divided by `2 ** margin`.
+        margin: scales are divided by `2 ** margin`; a negative one is taken as 0.
         label: see the base class.
     """
 
@@ -120,7 +120,8 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         )
         self.family = family
         self.made_for = f"{family or 'per-tensor'} scaling"
-        self.margin = margin
+        # Larger scales clip the largest values, and here every write would clip them once more.
+        self.margin = max(margin, 0)
         self.label = label
 
     def __reduce__(self) -> Any:
