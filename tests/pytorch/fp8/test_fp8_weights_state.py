@@ -239,14 +239,20 @@ def test_parameters_that_users_made(format: te.DType, device: str) -> None:
 
 
 @kinds
-def test_a_scale_that_cannot_hold_the_values_is_replaced(
-    kind: type[QuantizedTensor], device: str
+@pytest.mark.parametrize("factor", [100.0, 0.3, 1e-4])
+def test_values_that_were_edited_have_scales_of_their_own(
+    factor: float, kind: type[QuantizedTensor], device: str
 ) -> None:
-    source, target = (fp8(recipe=KINDS[kind], device=device) for _ in "ab")
+    """Say by merging an adapter."""
+    source, target, other = (fp8(recipe=KINDS[kind], device=device) for _ in "abc")
     state = source.state_dict()
-    state["weight"] = 100 * state["weight"]  # edited, say by merging an adapter
+    state["weight"] = factor * state["weight"]
     target.load_state_dict(state)
-    torch.testing.assert_close(target.weight.dequantize(), state["weight"], rtol=0.07, atol=1e-3)
+    found = target.weight.dequantize()
+    torch.testing.assert_close(found, state["weight"], rtol=0.07, atol=1e-3 * factor)
+    del state["_extra_state"]
+    other.load_state_dict(state)
+    assert_bitwise(found, other.weight.dequantize())
 
 
 @pytest.mark.parametrize(

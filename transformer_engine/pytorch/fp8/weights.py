@@ -168,8 +168,8 @@ def quantized(
     """A state dict in which plain tensors for FP8 parameters are quantised.
 
     If they are assigned, not copied, they keep their dtype as the nominal one, and their device.
-    With the scales in `_extra_state` the codes become what they were. Without them, or if they
-    cannot hold the values, new scales are computed.
+    With the scales in `_extra_state` the codes become what they were. Without them, or if they do
+    not restore the values, new scales are computed.
     """
     weights = fp8_weights(module)
     if not weights:

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
 )
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales_many
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -31,6 +32,7 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, 
 from transformer_engine.pytorch.tensor.writing import ShardRanks
 
 _LARGEST = 448.0
+_HALF_A_STEP = 2.0**-8  # and some room, of bf16, the coarsest of nominal dtypes
 _ROUNDED = 1.01  # a value of the nominal dtype may lie that much above what it was in FP8
 
 
@@ -88,7 +90,11 @@ class WeightQuantizer(Fp8Quantizer):
         return self.holding(codes, codes.new_empty(shape, dtype=dtype), like.dtype)
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
-        """The cast of `values` `[out, in]` with earlier scales, where these can hold them."""
+        """The cast of `values` `[out, in]`, with earlier scales where it restores the values.
+
+        Then they are those of a state dict, and get the codes that they had. What has been edited
+        since, or was never in FP8, is cast with the scales of its own values.
+        """
         raise NotImplementedError
 
     def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
@@ -152,16 +158,22 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         return found
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
-        """The cast of `values`, see the base class."""
+        """The cast of `values`, see the base class; all ranks decide alike."""
+        known = None if scales is None or scales.numel() != 2 else scales.to(values.device)
         largest = amax(values)
+        differs = torch.ones_like(largest)
+        if known is not None:
+            matrix = self.with_scales(values, known)
+            differs = differences(values, matrix).any().to(largest.dtype).view(1)
         if self.ranks is not None:
-            largest = self.ranks.reduce(largest, self.label)
+            found = self.ranks.reduce(torch.cat([largest, differs]), self.label)
+            largest, differs = found.split(1)
         chosen = self.scales_of([largest])[0]
-        if scales is not None and scales.numel() == 2:
-            inverse, scale = scales = scales.to(values.device)
-            holds = (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
+        if known is not None:
+            inverse, scale = known
+            holds = (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED) & (differs == 0)
             holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
-            chosen = torch.where(holds, scales, chosen)
+            chosen = torch.where(holds, known, chosen)
         return self.with_scales(values, chosen)
 
     def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
@@ -216,18 +228,32 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         if scales is None or scales.numel() != matrix.scales.numel():
             return matrix
         old_scales = scales.to(values.device).view(matrix.scales.shape)
-        scale = old_scales.reciprocal()
-        largest = largest_of_blocks(values, old_scales.shape, self.layout.run)
+        run, scale = self.layout.run, old_scales.reciprocal()
+        largest = largest_of_blocks(values, old_scales.shape, run)
         holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
-        return self.with_scales(values, torch.where(holds, old_scales, matrix.scales))
+        tried = self.with_scales(values, torch.where(holds, old_scales, matrix.scales))
+        differs = largest_of_blocks(differences(values, tried).float(), old_scales.shape, run)
+        return self.with_scales(values, torch.where(differs == 0, tried.scales, matrix.scales))
 
     def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-        """The cast with the scales of all blocks, see the base class."""
+        """The cast with the inverse scales of all blocks, see the base class."""
         each = self.layout.spread(scales.reciprocal(), *values.shape)
         one = torch.ones(2, dtype=torch.float32, device=values.device)
         codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]
         assert codes is not None
-        return Fp8Matrix(codes, scales, E4M3)
+        return Fp8Matrix(codes, scales, self.layout.code(E4M3))
+
+
+def differences(values: torch.Tensor, matrix: Fp8Matrix) -> torch.Tensor:
+    """Where a matrix is not what values were before they were rounded to their dtype, or to bf16.
+
+    Other values than those of such codes are further away from the next code, almost all of them.
+    """
+    limits = torch.finfo(values.dtype)
+    found = dequantize(matrix.codes, matrix.format, matrix.scales, torch.float32)
+    bound = values.abs().float().mul_(_HALF_A_STEP).add_(limits.smallest_normal * limits.eps / 2)
+    none = values.isnan() & found.isnan()
+    return ~(found.sub_(values).abs_() <= bound) & ~none
 
 
 def is_cast_of(weight: QuantizedTensor, values: torch.Tensor) -> bool:
