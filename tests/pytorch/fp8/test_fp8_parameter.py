@@ -167,6 +167,17 @@ def test_modules_move_and_change_dtype(layer: te.Linear, device: str) -> None:
         layer.double()
 
 
+def test_a_module_of_torch_that_shares_a_weight_says_who_converts_it(layer: te.Linear) -> None:
+    tied = torch.nn.Embedding(48, 160, device=layer.weight.device)
+    tied.weight = layer.weight
+    model = torch.nn.ModuleList([tied, layer])
+    with pytest.raises(ValueError, match=r"weight of layer block\.proj.*torch module that shares"):
+        model.half()
+    layer.half()
+    model.half()
+    assert tied.weight is layer.weight and tied.weight.dtype is torch.float16
+
+
 def test_hooks_stay_when_the_dtype_changes(layer: te.Linear) -> None:
     weight, seen = layer.weight, []
     doubled = weight.register_hook(lambda grad: 2 * grad)

@@ -141,7 +141,8 @@ class QuantizedTensor(WithoutStorage):
             raise ValueError(
                 f"[{type(self).__name__}] expected data of shape {tuple(self.shape)}, {self.dtype} "
                 f"on {self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device} "
-                f"({self.label}); move or convert the module instead"
+                f"({self.label}); call to() of its own layer instead, and before that of a torch "
+                "module that shares the weight"
             )
         if self.like(value):
             self.adopt(parts_for(self, value))  # type: ignore[arg-type]
