@@ -288,7 +288,7 @@ class QuantizedTensor(WithoutStorage):
     ) -> Any:
         """Handle on the codes where listed, else dequantise, run, and quantise what was written."""
         kwargs = kwargs or {}
-        if func not in cls.handlers:  # in inference mode torch leaves this to us
+        if func not in cls.handlers:  # torch leaves this to us for tensors made in inference mode
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
