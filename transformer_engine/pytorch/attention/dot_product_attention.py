@@ -234,8 +234,8 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             core_attention_bias: broadcasts to `[batch, heads, queries, keys]`.
             alibi_slopes: fp32 `[heads]` or `[batch, heads]`; None for the usual ones.
             fast_zero_fill: without effect: results of padding are always zero.
-            inference_params: keys and values of earlier tokens, see `InferenceParams`; queries see
-                keys up to their own.
+            inference_params: keys and values of earlier tokens, see `InferenceParams`; masks and
+                windows end bottom-right, as queries are the last ones.
             bottom_right_diagonal: overrides the constructor's.
             cu_seqlens_q_padded: where query sequences of `thd` start, if there is room between.
             cu_seqlens_kv_padded: the same for keys and values.

@@ -34,17 +34,19 @@ def with_cache(
         Query, key and value, the arguments, and the step of named sequences.
     """
     query, key, value = tensors
-    mask_type, new = bottom_right(own.mask_type), (layer_number, key, value)
+    asked, new = own.mask_type, (layer_number, key, value)
+    mask_type = bottom_right(asked)
+    own = own._replace(mask_type=mask_type, bottom_right=True)  # windows too: queries are the last
     any_window = own.window not in (None, NO_WINDOW)
     if params.kind == "appended":
         key, value = params.append(*new, own.qkv_format)
-        return (query, key, value), own._replace(mask_type=mask_type), None
+        return (query, key, value), own, None
     if params.kind == "fixed":
         hides = known_mask_type(mask_type)
         if hides.padding or hides.arbitrary:
             raise ValueError(
                 "[attention] expected a causal mask type or no_mask with a sequence_len_offset that"
-                f" is a tensor, got {own.mask_type!r}"
+                f" is a tensor, got {asked!r}"
             )
         key, value, step = params.append_there(*new, own.qkv_format)
         # One query is the last: it sees all there is.

@@ -28,7 +28,7 @@ before each replay; such a step has `max_batch_size` sequences, of which some ma
     params.pre_step({sequence: new_tokens, ...})
     layer(x, inference_params=params)
 
-Queries see the keys up to their own: causal masks are aligned bottom right.
+Queries see the keys up to their own: causal masks and windows are aligned bottom right.
 """
 
 from __future__ import annotations
