@@ -148,9 +148,12 @@ def _rows_and_padding(
 ) -> tuple[formats.PackedRows, formats.PackedRows, Padding]:
     """How sequences of queries and of keys are padded, of thd."""
     rows = _packed_rows(query, call.query_sequences, "cu_seqlens_q")
-    key_rows = rows
+    key_rows, sequences = rows, call.key_sequences
     if not call.same_sequences:
-        key_rows = _packed_rows(key, call.key_sequences, "cu_seqlens_kv")
+        key_rows = _packed_rows(key, sequences, "cu_seqlens_kv")
+    elif query.shape[0] != key.shape[0]:  # the same lengths, but more tokens behind them
+        sequences = sequences._replace(longest=rows.longest)
+        key_rows = _packed_rows(key, sequences, "cu_seqlens_kv")._replace(lengths=rows.lengths)
     formats.check_equal_batch(rows.lengths.numel(), key_rows.lengths.numel())
     padding = padding_from_lengths(rows.lengths, key_rows.lengths, rows.longest, key_rows.longest)
     return rows, key_rows, padding

@@ -1,0 +1,43 @@
+"""Queries and keys of unequal numbers of tokens, of none, and tokens of no sequence."""
+
+import pytest
+import torch
+from cases.attention import BACKENDS, cu_seqlens
+from cases.attention import module as make_module
+from cases.attention import qkv as make_qkv
+
+PACKED = {"qkv_format": "thd", "attn_mask_type": "padding_causal_bottom_right"}
+
+
+def inputs(queries, keys, device):
+    """Query, key and value of thd."""
+    query, *_ = make_qkv(device, shape=(queries, 4, 8))
+    return query, *make_qkv(device, shape=(keys, 4, 8))[1:]
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request, monkeypatch):
+    for name, value in BACKENDS[request.param].items():
+        monkeypatch.setenv(name, value)
+    return request.param
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 8), (8, 5)])
+@pytest.mark.parametrize("window", [None, (1, 0)], ids=str)
+def test_one_tensor_of_ends_with_other_numbers_of_tokens(device, backend, queries, keys, window):
+    """Tokens behind the sequences belong to none of them, on either side."""
+    ends, tensors = cu_seqlens([2, 3], device), inputs(queries, keys, device)
+    attention, results = make_module(**PACKED, window_size=window), []
+    for other in (ends, ends.clone()):
+        out = attention(*tensors, cu_seqlens_q=ends, cu_seqlens_kv=other)
+        grads = torch.autograd.grad(out.square().sum(), tensors)
+        results.append((out, *grads))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert not results[0][0][5:].any()
+
+
+def test_one_tensor_of_ends_beyond_the_keys():
+    ends = cu_seqlens([2, 3], "cpu")
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv to rise from 0 to at most 4 \(the tok"):
+        make_module(**PACKED)(*inputs(5, 4, "cpu"), cu_seqlens_q=ends, cu_seqlens_kv=ends)
