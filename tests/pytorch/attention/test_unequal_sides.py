@@ -41,3 +41,30 @@ def test_one_tensor_of_ends_beyond_the_keys():
     ends = cu_seqlens([2, 3], "cpu")
     with pytest.raises(ValueError, match=r"cu_seqlens_kv to rise from 0 to at most 4 \(the tok"):
         make_module(**PACKED)(*inputs(5, 4, "cpu"), cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("mask", "arguments"),
+    [
+        ("padding", {}),
+        ("padding", {"window_size": (1, 1)}),
+        ("padding_causal_bottom_right", {}),
+        ("padding_causal", {"core_attention_bias_type": "alibi"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_a_side_without_tokens(device, qkv_format, mask, arguments, queries, keys):
+    """Queries without keys are zero, as are all gradients."""
+    tensors = inputs(queries, keys, device)
+    if qkv_format == "bshd":
+        tensors = [x.detach()[None].requires_grad_() for x in tensors]
+    ends = [cu_seqlens([length], device) for length in (queries, keys)]
+    attention = make_module(qkv_format=qkv_format, attn_mask_type=mask)
+    out = attention(*tensors, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], **arguments)
+    assert out.shape == (*tensors[0].shape[:-2], 32)
+    for x, grad in zip(tensors, torch.autograd.grad(out.sum(), tensors), strict=True):
+        assert grad.shape == x.shape
+        assert not grad.any()
+    assert not out.any()

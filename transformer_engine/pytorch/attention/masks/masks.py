@@ -289,6 +289,8 @@ def padding_from_lengths(
 
 def _end(padding: torch.Tensor) -> torch.Tensor:
     """The position behind the last real token of each sequence, `[batch, 1, 1, 1]`."""
+    if padding.shape[-1] == 0:
+        return padding.new_zeros((*padding.shape[:-1], 1), dtype=torch.int64)
     positions = torch.arange(1, padding.shape[-1] + 1, device=padding.device)
     return torch.where(padding, 0, positions).amax(-1, keepdim=True)
 
