@@ -6,6 +6,8 @@ from cases.attention import BACKENDS, cu_seqlens
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 
+from transformer_engine.pytorch.attention.core import formats
+
 PACKED = {"qkv_format": "thd", "attn_mask_type": "padding_causal_bottom_right"}
 
 
@@ -68,3 +70,26 @@ def test_a_side_without_tokens(device, qkv_format, mask, arguments, queries, key
         assert grad.shape == x.shape
         assert not grad.any()
     assert not out.any()
+
+
+@pytest.mark.parametrize("sides", [(), ("q",), ("q", "kv")], ids=str)
+@pytest.mark.parametrize("longest", [None, 4])
+def test_tokens_of_no_sequence(device, backend, sides, longest):
+    """There may be no sequence at all."""
+    ends, tensors = cu_seqlens([], device), inputs(4, 3, device)
+    padded = {f"cu_seqlens_{side}_padded": ends for side in sides}
+    out = make_module(**PACKED)(
+        *tensors,
+        **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone(), **padded},
+        **{"max_seqlen_q": longest, "max_seqlen_kv": longest},
+    )
+    assert out.shape == (4, 32)
+    for x in (out, *torch.autograd.grad(out.sum(), tensors)):
+        assert not x.any()
+
+
+def test_sequences_that_are_moved_may_be_none(device):
+    maps = formats.gap_maps(3, *[cu_seqlens([], device)] * 2)
+    assert maps.absent.all()
+    assert maps.back_absent.all()
+    assert not formats.gather_rows(torch.ones(3, 2, device=device), *maps[:2]).any()

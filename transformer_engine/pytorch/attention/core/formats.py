@@ -167,11 +167,21 @@ def packed_rows(
     is_padding = step >= lengths[:, None]
     token = (starts[:, None] + step).masked_fill(is_padding, 0)
     index = torch.arange(tokens, device=ends.device)
-    sequence = (torch.searchsorted(starts, index, right=True) - 1).clamp_(min=0)
-    step_of_token = index - starts[sequence]
-    is_outside = (step_of_token < 0) | (step_of_token >= lengths[sequence])
+    sequence, step_of_token, is_outside = _places(index, starts, lengths)
     place = (sequence * longest + step_of_token).masked_fill(is_outside, 0)
     return PackedRows(lengths, longest, token.flatten(), is_padding.flatten(), place, is_outside)
+
+
+def _places(
+    index: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sequence of tokens `index`, their step in it, and whether they are outside of all."""
+    if lengths.shape[0] == 0:  # nothing can be looked up
+        nowhere = torch.zeros_like(index)
+        return nowhere, nowhere, torch.ones_like(index, dtype=torch.bool)
+    sequence = (torch.searchsorted(starts, index, right=True) - 1).clamp_(min=0)
+    step = index - starts[sequence]
+    return sequence, step, (step < 0) | (step >= lengths[sequence])
 
 
 class _GatherRows(torch.autograd.Function):
@@ -231,9 +241,7 @@ def _moved(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where tokens `index` of sequences that begin at `of` are, in sequences that begin at `to`."""
     lengths = of.diff() if lengths is None else lengths
-    sequence = (torch.searchsorted(of[:-1], index, right=True) - 1).clamp_(min=0)
-    step = index - of[sequence]
-    absent = (step < 0) | (step >= lengths[sequence])
+    sequence, step, absent = _places(index, of[:-1], lengths)
     return (to[sequence] + step).masked_fill(absent, 0), absent
 
 
