@@ -232,3 +232,30 @@ def test_replays_of_a_step(dtype, each):
         graphs[step % 2].replay()
         assert torch.equal(outs[step % 2], eager[step]), step
         params.sequence_len_offset += 1
+
+
+@pytest.mark.parametrize("same_step", [True, False])
+def test_training_after_inference_mode(device, same_step):
+    """Tables of a step outlive it, and other layers read the step itself."""
+    layers = [
+        te.MultiheadAttention(
+            *(HIDDEN, HEADS),
+            layer_number=i + 1,
+            softmax_type="off-by-one",
+            attention_dropout=0.0,
+            device=device,
+        )
+        for i in range(2)
+    ]
+    x = torch.randn(7, 3, HIDDEN, device=device)  # of no other test: tables are made here
+    params = te.InferenceParams(3, LONGEST + same_step)
+    params.sequence_len_offset = offset_on(device)
+    with torch.inference_mode():
+        layers[0](x, inference_params=params)
+    if not same_step:
+        params = te.InferenceParams(3, LONGEST)
+        params.sequence_len_offset = offset_on(device)
+    x.requires_grad_()
+    out = layers[1](x, inference_params=params, checkpoint_core_attention=True)
+    out.sum().backward()
+    assert x.grad.any()

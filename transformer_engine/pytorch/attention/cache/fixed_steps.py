@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.attention.cache.memory import outside_of_inference_mode
 from transformer_engine.pytorch.attention.core.call import Sequences
 from transformer_engine.pytorch.capture import is_capturing, memoize
 
@@ -71,7 +72,8 @@ class FixedSteps:
         key = (offset.data_ptr(), version, geometry, is_capturing())
         if self._step is None or key != self._key or who in self._served:
             _check(offset, geometry)
-            self._step, self._key = _step(offset, geometry), key
+            with outside_of_inference_mode():  # layers that train may read it, and tables stay
+                self._step, self._key = _step(offset, geometry), key
             self._served.clear()
         self._served.add(who)
         return self._step
