@@ -1,13 +1,16 @@
 """Masks: every type, window and alignment against the definition, query by query."""
 
 import attention_reference as reference
+import numpy as np
 import pytest
 import torch
 
+from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import (
     MASK_TYPES,
     Mask,
     Padding,
+    as_window,
     build_mask,
     check_arbitrary,
     mask_rule,
@@ -93,10 +96,30 @@ def test_windows_that_mean_something_else_are_announced():
     assert mask_rule("causal", (-1, -1))[1:3] == (-1, 0)
 
 
-@pytest.mark.parametrize("window", [(1,), (1, 2, 3), (-2, 0), (1.5, 0), (0, -3)])
+@pytest.mark.parametrize("window", [(1,), (1, 2, 3), (-2, 0), (), (0, -3)])
 def test_bad_windows(window):
     with pytest.raises(ValueError, match=r"\[attention\] expected window_size .* got \("):
         mask_rule("no_mask", window)
+
+
+@pytest.mark.parametrize("window", [(True, 1), (1, False), (2.0, 1.0), "11", 4, [1, None]], ids=str)
+def test_windows_of_other_types_are_refused(window):
+    """Whatever was seen before: `1 == True == 1.0`, and results are kept by window."""
+    inputs = [torch.randn(5, 1, 2, 4)] * 3
+    modules = [DotProductAttention(2, 4, attn_mask_type="no_mask") for _ in range(2)]
+    for module in modules:
+        with pytest.raises(TypeError, match=r"window_size \(left, right\) of integers, got"):
+            module(*inputs, window_size=window)
+        with pytest.raises(TypeError, match=r"window_size \(left, right\) of integers, got"):
+            DotProductAttention(2, 4, window_size=window)
+        for valid in ((1, 1), (2, 1), (1, 0)):
+            module(*inputs, window_size=valid)
+
+
+def test_windows_of_other_integers():
+    numbers = np.array([2, 1])
+    assert as_window([*numbers]) == as_window([2, 1]) == (2, 1)
+    assert {type(side) for side in as_window([*numbers])} == {int}
 
 
 def test_unknown_type():

@@ -258,7 +258,7 @@ CONSTRUCTORS = {
     "a window of one number": (
         lambda: attention(window_size=4),
         TypeError,
-        "[attention] expected window_size (left, right), got 4",
+        "[attention] expected window_size (left, right) of integers, got 4",
     ),
     "a recipe as a flag": (
         lambda: te.fp8_autocast(True, DelayedScaling()),

@@ -15,6 +15,7 @@ keys - queries (bottom-right: the last query sees the last key):
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,12 +81,20 @@ def bottom_right(name: str) -> str:
 
 
 def as_window(window: Sequence[int] | None) -> Window | None:
-    """A window, which may be any sequence, as a tuple."""
-    if window is None:
-        return None
-    if not isinstance(window, Sequence):
-        raise TypeError(f"[attention] expected window_size (left, right), got {window!r}")
-    return tuple(window)  # type: ignore[return-value]
+    """A window, which may be any sequence, as a tuple of ints.
+
+    Results are memoised by it, and `1 == True == 1.0`: other types end here.
+    """
+    if window is None or (type(window) is tuple and [*map(type, window)] == [int, int]):
+        return window  # at once: a call may bring it
+    try:
+        if not isinstance(window, Sequence) or any([isinstance(side, bool) for side in window]):
+            raise TypeError
+        return tuple([operator.index(side) for side in window])  # type: ignore[return-value]
+    except TypeError:
+        raise TypeError(
+            f"[attention] expected window_size (left, right) of integers, got {window!r}"
+        ) from None
 
 
 class MaskRule(NamedTuple):
@@ -123,7 +132,7 @@ def _window_of(kind: MaskType, window: Window | None, name: str) -> Window:
     default = CAUSAL_WINDOW if kind.causal else NO_WINDOW
     if window is None:
         return default
-    if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
+    if len(window) != 2 or min(window) < -1:
         raise ValueError(
             "[attention] expected window_size (left, right) of integers >= -1 (-1 is unlimited),"
             f" got {window}"
