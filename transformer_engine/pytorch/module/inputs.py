@@ -51,6 +51,26 @@ def known_lengths(cu_seqlens: torch.Tensor) -> list[int]:
     return cu_seqlens.diff().tolist() if can_read(cu_seqlens) else []
 
 
+def check_rise(
+    op: str, parameter: str, cu_seqlens: torch.Tensor, tokens: int | None = None
+) -> None:
+    """Check that sequences begin at 0, and end within the tokens; of CPU tensors alone."""
+    if not can_read(cu_seqlens):
+        return
+    ends = cu_seqlens.tolist()
+    ordered = ends[:1] == [0] and ends == sorted(ends)
+    if not ordered or (tokens is not None and ends[-1] > tokens):
+        limit = "" if tokens is None else f" to at most {tokens} (the tokens)"
+        raise ValueError(
+            f"[{op}] expected {parameter} to rise from 0{limit}, got {shortened(ends)}"
+        )
+
+
+def shortened(values: list[int]) -> list[Any]:
+    """At most nine of them, for a message."""
+    return values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]
+
+
 def check_tensors(op: str, layer: str | None = None, /, **values: object) -> None:
     """Raise TypeError unless every one of these arguments is a dense tensor."""
     for name, x in values.items():

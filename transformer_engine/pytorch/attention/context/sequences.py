@@ -8,9 +8,8 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.attention.core.formats import check_rise
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_tensors, known_lengths
+from transformer_engine.pytorch.module.inputs import check_rise, check_tensors, known_lengths
 from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.exchange import all_gather_stack, reduce_scatter_stack
 from transformer_engine.pytorch.parallel.groups import check_group

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import once_differentiable
-from transformer_engine.pytorch.module.inputs import LEADING, can_read, check_tensors, known_lengths
+from transformer_engine.pytorch.module.inputs import (
+    LEADING,
+    can_read,
+    check_rise,
+    check_tensors,
+    known_lengths,
+    shortened,
+)
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -274,19 +281,6 @@ def name_of_longest(parameter: str) -> str:
     return parameter.replace("cu_seqlens", "max_seqlen")
 
 
-def check_rise(
-    op: str, parameter: str, cu_seqlens: torch.Tensor, tokens: int | None = None
-) -> None:
-    """Check that sequences begin at 0, and end within the tokens; of CPU tensors alone."""
-    if not can_read(cu_seqlens):
-        return
-    ends = cu_seqlens.tolist()
-    ordered = ends[:1] == [0] and ends == sorted(ends)
-    if not ordered or (tokens is not None and ends[-1] > tokens):
-        limit = "" if tokens is None else f" to at most {tokens} (the tokens)"
-        raise ValueError(f"[{op}] expected {parameter} to rise from 0{limit}, got {_short(ends)}")
-
-
 def check_ends(
     tokens: int,
     cu_seqlens: torch.Tensor,
@@ -312,7 +306,8 @@ def check_ends(
         if starts[0] < 0 or any(start + length > limit for start, length, limit in rows):
             raise ValueError(
                 f"[attention] expected {parameter}_padded to leave room for the lengths"
-                f" {_short(lengths)} of {parameter} within {tokens} tokens, got {_short(starts)}"
+                f" {shortened(lengths)} of {parameter} within {tokens} tokens, got"
+                f" {shortened(starts)}"
             )
 
 
@@ -323,12 +318,8 @@ def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> No
     if max(lengths, default=0) > sequence:
         raise ValueError(
             f"[attention] expected {parameter} of sequences of at most {sequence} tokens, got the"
-            f" lengths {_short(lengths)}"
+            f" lengths {shortened(lengths)}"
         )
-
-
-def _short(values: list[int]) -> list[Any]:
-    return values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]
 
 
 def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> None:

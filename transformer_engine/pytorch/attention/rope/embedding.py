@@ -25,7 +25,12 @@ from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, S
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import can_read, check_tensors, known_lengths
+from transformer_engine.pytorch.module.inputs import (
+    can_read,
+    check_rise,
+    check_tensors,
+    known_lengths,
+)
 from transformer_engine.pytorch.module.parameters import default_device
 
 
@@ -145,16 +150,20 @@ def apply_rotary_pos_emb(
 
     Raises:
         ValueError: shapes that do not fit together; sequences without start positions that are
-            longer than `freqs`, and start positions below 0, where they are on the CPU; with
-            several ranks, sequences that cannot be cut into `2 * cp_size` chunks, and start
-            positions of other formats than `thd`.
-        TypeError: `t` or `freqs` is no tensor; `freqs` is not of floating point.
+            longer than `freqs`, start positions below 0, and `cu_seqlens` that fall or go beyond
+            the tokens, where they are on the CPU; with several ranks, sequences that cannot be cut
+            into `2 * cp_size` chunks, and start positions of other formats than `thd`.
+        TypeError: `t` or `freqs` is no tensor, or not of floating point.
     """
     check_rank(cp_size, cp_rank)
     check_tensors("apply_rotary_pos_emb", t=t)
+    if not t.dtype.is_floating_point:
+        raise TypeError(f"[apply_rotary_pos_emb] expected t of floating point, got {t.dtype}")
     check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
+    if tensor_format == "thd" and cu_seqlens is not None:
+        check_rise("apply_rotary_pos_emb", "cu_seqlens", cu_seqlens, t.shape[0] * cp_size)
     if start_positions is not None:
-        _check_starts(start_positions)
+        _check_starts(start_positions, t.shape, tensor_format, cu_seqlens)
     elif tensor_format == "thd":
         check_positions(freqs, cu_seqlens)
     if cp_size > 1 and tensor_format != "thd":
@@ -329,7 +338,20 @@ def check_positions(freqs: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Non
         )
 
 
-def _check_starts(starts: torch.Tensor) -> None:
+def _check_starts(
+    starts: torch.Tensor,
+    sizes: Sequence[int],
+    tensor_format: str,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    batch = sizes[1 if tensor_format == "sbhd" else 0]
+    if tensor_format == "thd" and cu_seqlens is not None:
+        batch = cu_seqlens.shape[0] - 1
+    if tuple(starts.shape) != (batch,):
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected start_positions of shape ({batch},), one of each"
+            f" sequence, got {tuple(starts.shape)}"
+        )
     if can_read(starts) and starts.numel() and int(starts.min()) < 0:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected start_positions >= 0, got {starts.tolist()[:9]}"
