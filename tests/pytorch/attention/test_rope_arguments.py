@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 pytestmark = pytest.mark.parametrize("fused", [False, True])
@@ -41,3 +42,49 @@ def test_ends_that_fall_or_go_beyond_the_tokens(fused, ends, starts):
 def test_integers_are_not_rotated(fused):
     with pytest.raises(TypeError, match=r"expected t of floating point, got torch.int64"):
         apply_rotary_pos_emb(torch.ones(3, 2, 1, 8).long(), angles_on("cpu"), fused=fused)
+
+
+@pytest.mark.parametrize("tensor_format", ["bshd", "thd"])
+def test_starts_and_ends_may_have_strides(device, fused, tensor_format):
+    """Also where calls with contiguous ones came before."""
+    t = torch.randn(*((5,) if tensor_format == "thd" else (2, 3)), 1, 8, device=device)
+    t.requires_grad_()
+    ends = ENDS.to(device) if tensor_format == "thd" else None
+    starts, angles, results = int32(1, 2).to(device), angles_on(device), []
+    for strided in (False, False, True, False):
+        if strided:
+            starts = starts.repeat_interleave(2)[::2]
+            ends = None if ends is None else ends.repeat_interleave(2)[::2]
+            assert not starts.is_contiguous()
+        out = apply_rotary_pos_emb(t, angles, tensor_format, fused, ends, start_positions=starts)
+        results.append((out, *torch.autograd.grad(out.square().sum() + out[..., 0].sum(), t)))
+    for out, grad in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(grad, results[0][1])
+
+
+def test_empty_tensors_may_have_strides(device, fused):
+    angles, odd = angles_on(device), torch.randn(0, 2, 1, 16, device=device)[..., ::2]
+    assert odd.stride(-1) == 2
+    assert apply_rotary_pos_emb(odd, angles, fused=fused).shape == odd.shape
+    t = torch.randn(0, 2, 1, 8, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(apply_rotary_pos_emb(t, angles, fused=fused), t, odd)
+    assert grad.shape == t.shape
+
+
+def test_ends_of_a_layer_may_have_strides(device, fused):
+    layer = MultiheadAttention(
+        *(16, 2),
+        qkv_format="thd",
+        attn_mask_type="padding",
+        attention_dropout=0.0,
+        fuse_qkv_params=fused,
+        device=device,
+    )
+    x, ends = torch.randn(5, 16, device=device), ENDS.to(device)
+    strided = ends.repeat_interleave(2)[::2]
+    whole, found = (
+        layer(x, rotary_pos_emb=angles_on(device), cu_seqlens_q=one, cu_seqlens_kv=one)
+        for one in (ends, strided)
+    )
+    torch.testing.assert_close(found, whole)

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
@@ -233,6 +234,7 @@ class Rope(Stage):
         self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """Rotate."""
+        parameters = contiguous_values(parameters)
         rotated = self._rotated(inputs[0], *parameters, *plan.options, False)
         return (rotated,), Saved(tuple(parameters) if plan.requires_grad else ())
 
@@ -269,7 +271,9 @@ _ROPE = _RopeOfOne(Chain.of(Rope()))
 
 def _by_kernel(x: torch.Tensor, *how: Any) -> torch.Tensor:
     """`kernels.rope.rope`, which wants the elements of a head side by side."""
-    return rope(x if x.stride(-1) == 1 else x.contiguous(), *how)
+    if x.stride(-1) != 1:  # `contiguous` leaves empty tensors as they are
+        x = x.contiguous() if x.numel() else x.new_empty(x.shape)
+    return rope(x, *how)
 
 
 def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
