@@ -57,3 +57,71 @@ def test_diagonals_end_at_the_last_key(device, form, mask, window, bottom_right)
         device,
     )
     torch.testing.assert_close(found[-len(whole) :], whole, rtol=1e-4, atol=1e-5)
+
+
+def cross_attention(**how):
+    options = {"attention_type": "cross", "attention_dropout": 0.0, "attn_mask_type": "no_mask"}
+    return te.MultiheadAttention(8, HEADS, **{**options, **how}, device="cpu").eval()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("late", [False, True], ids=["of the layer", "of the call"])
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [
+        ("causal", None),
+        ("padding_causal_bottom_right", None),
+        ("no_mask", (1, 1)),
+        ("padding", (0, 3)),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_cross_attention_of_steps_refuses_diagonals(form, mask, window, late):
+    """It is not told which queries these are."""
+    how = {"attn_mask_type": mask, "window_size": window}
+    layer = cross_attention(**({} if late else how))
+    params = cache_of(form)
+    if form == "named":
+        params.pre_step({"a": 2})
+    message = r"expected attn_mask_type no_mask, padding or arbitrary, and no window_size, in cross"
+    for _ in range(3):
+        with pytest.raises(ValueError, match=message):
+            layer(
+                torch.randn(2, 1, 8),
+                encoder_output=torch.randn(4, 1, 8),
+                inference_params=params,
+                **(how if late else {}),
+            )
+    decoder = te.TransformerLayer(
+        *(8, 8, HEADS),
+        layer_type="decoder",
+        self_attn_mask_type="padding_causal" if form == "named" else "causal",
+        enc_dec_attn_mask_type=mask,
+        enc_dec_window_size=window,
+        device="cpu",
+    )
+    with pytest.raises(ValueError, match=message):
+        decoder.eval()(
+            torch.randn(2, 1, 8), encoder_output=torch.randn(4, 1, 8), inference_params=params
+        )
+
+
+@torch.no_grad()
+def test_cross_attention_of_steps_takes_masks():
+    """Those of the queries of a step; (-1, -1) is no window."""
+    layer, x, encoded = cross_attention(), torch.randn(TOKENS, 1, 8), torch.randn(4, 1, 8)
+    hidden = torch.ones(TOKENS, 4).triu(1).bool()
+    whole = layer(x, attn_mask_type="causal", encoder_output=encoded)
+    found = in_steps(
+        lambda begin, end, params: layer(
+            x[begin:end],
+            hidden[begin:end],
+            encoder_output=encoded,
+            inference_params=params,
+            attn_mask_type="arbitrary",
+            window_size=(-1, -1),
+        ),
+        "plain",
+    )
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)

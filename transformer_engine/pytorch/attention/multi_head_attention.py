@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.attention.cache.generation import check_cross
 from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads, layout_of_heads
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norms
@@ -295,7 +296,8 @@ class MultiheadAttention(FlowModule):
             is_first_microbatch: see `Linear.forward`.
             checkpoint_core_attention: see `DotProductAttention.forward`.
             inference_params: see `InferenceParams`; angles start where the sequences are. Cross
-                attention caches nothing: it says where queries are.
+                attention caches nothing: it says where queries are. With it, cross attention takes
+                no causal mask type and no window.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
             core_attention_bias_type: see `DotProductAttention.forward`.
             core_attention_bias: see `DotProductAttention.forward`.
@@ -326,6 +328,8 @@ class MultiheadAttention(FlowModule):
                 )
             check_hidden(self, "encoder_output", encoder_output, self.hidden_size, self.qkv_format)
             values = (hidden_states, encoder_output)
+            if inference_params is not None:
+                check_cross(self.core_attention, attn_mask_type, window_size)
         arguments = explicit_arguments(
             attention_mask=attention_mask,
             cu_seqlens_q=cu_seqlens_q,

@@ -311,8 +311,8 @@ class TransformerLayer(FlowModule):
             alibi_slopes: see `DotProductAttention.forward`.
             fast_zero_fill: without effect.
             bottom_right_diagonal: overrides the constructor's.
-            enc_dec_attn_mask_type: overrides the constructor's.
-            enc_dec_window_size: overrides the constructor's.
+            enc_dec_attn_mask_type: overrides the constructor's; not causal with `inference_params`.
+            enc_dec_window_size: overrides the constructor's; none with `inference_params`.
             enc_dec_bottom_right_diagonal: overrides the constructor's.
             sequences: `cu_seqlens_q`, `cu_seqlens_kv`, `cu_seqlens_q_padded`,
                 `cu_seqlens_kv_padded`, `max_seqlen_q`, `max_seqlen_kv` and `pad_between_seqs` of

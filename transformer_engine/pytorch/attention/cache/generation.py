@@ -9,7 +9,13 @@ import torch
 from transformer_engine.pytorch.attention.cache.inference import InferenceParams
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import CallArguments, Sequences
-from transformer_engine.pytorch.attention.masks.masks import NO_WINDOW, bottom_right
+from transformer_engine.pytorch.attention.masks.masks import (
+    NO_WINDOW,
+    Window,
+    as_window,
+    bottom_right,
+    mask_rule,
+)
 from transformer_engine.pytorch.attention.masks.masks import mask_type as known_mask_type
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -23,6 +29,26 @@ def check_params(params: object, layer_number: int | None, layer: Any) -> None:
             f" {type(params).__name__}"
         )
     params.claim(layer_number, layer)
+
+
+def check_cross(core: Any, mask_type: str | None, window: Window | None) -> None:
+    """ValueError if the mask of cross attention in a step depends on the places of its queries.
+
+    Args:
+        core: the `DotProductAttention`.
+        mask_type: overrides its own, unless it is None.
+        window: likewise.
+    """
+    mask_type = core.attn_mask_type if mask_type is None else mask_type
+    window = core.window_size if window is None else as_window(window)
+    rule = mask_rule(mask_type, window)
+    if rule.left >= 0 or rule.right >= 0:
+        raise ValueError(
+            "[MultiheadAttention] expected attn_mask_type no_mask, padding or arbitrary, and no"
+            " window_size, in cross attention with inference_params, whose steps do not begin at"
+            f" the first query, got {mask_type!r} and the window {window}: give a mask of the type"
+            " arbitrary for the queries of the step"
+        )
 
 
 def with_cache(
