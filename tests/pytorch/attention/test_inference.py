@@ -346,3 +346,7 @@ def test_a_plain_cache_keeps_its_dtype_and_offsets():
     params.sequence_len_offset = -1
     with pytest.raises(ValueError, match=r"sequence_len_offset and .* >= 0, got -1 and 0"):
         attention(x, x, x, inference_params=params)
+    with pytest.raises(ValueError, match=r"sequence_len_offset and .* >= 0, got -1 and 0"):
+        make_layer("cpu", layer_number=4)(
+            torch.randn(2, 1, HIDDEN), inference_params=params, rotary_pos_emb=angles_on("cpu")
+        )

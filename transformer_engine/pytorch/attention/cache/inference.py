@@ -183,11 +183,7 @@ class InferenceParams:
         key, value = _in_format(key, qkv_format), _in_format(value, qkv_format)
         tokens, batch = key.shape[:2]
         end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
-        if self.sequence_len_offset < 0 or self.batch_size_offset < 0:
-            raise ValueError(
-                "[InferenceParams] expected sequence_len_offset and batch_size_offset >= 0, got"
-                f" {self.sequence_len_offset} and {self.batch_size_offset}"
-            )
+        self._check_offsets()
         if end > self.max_sequence_length or last > self.max_batch_size:
             raise ValueError(
                 f"[InferenceParams] KV cache overflow: expected at most {self.max_sequence_length}"
@@ -200,6 +196,13 @@ class InferenceParams:
             cache[end - tokens : end, rows] = new.detach()
         keys, values = (cache[:end, rows] for cache in caches)
         return _in_format(keys, qkv_format), _in_format(values, qkv_format)
+
+    def _check_offsets(self) -> None:
+        if self.sequence_len_offset < 0 or self.batch_size_offset < 0:
+            raise ValueError(
+                "[InferenceParams] expected sequence_len_offset and batch_size_offset >= 0, got"
+                f" {self.sequence_len_offset} and {self.batch_size_offset}"
+            )
 
     def append_there(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
@@ -292,7 +295,7 @@ class InferenceParams:
             who: asks; once a step.
 
         Raises:
-            ValueError: fewer angles than positions, where the host knows these.
+            ValueError: fewer angles than positions, or offsets below 0, where the host knows these.
         """
         if self.cache_manager is not None:
             return angles, *self.cache_manager.positions(angles, query, qkv_format)
@@ -300,6 +303,7 @@ class InferenceParams:
             check_angles(angles, self.max_sequence_length, "max_sequence_length")
             step = self._fixed_step(("angles", who), query, qkv_format)
             return angles, step.starts, None
+        self._check_offsets()
         query_angles, key_angles = angles
         start = self.sequence_len_offset
         rest = query_angles[start:]
