@@ -232,7 +232,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             core_attention_bias_type: `no_bias`, `pre_scale_bias` (added to query key^T),
                 `post_scale_bias` (added after scaling) or `alibi`.
             core_attention_bias: broadcasts to `[batch, heads, queries, keys]`.
-            alibi_slopes: fp32 `[heads]` or `[batch, heads]`; None for the usual ones.
+            alibi_slopes: fp32 `[heads]` or `[batch, heads]`, without gradients; None for the usual.
             fast_zero_fill: without effect: results of padding are always zero.
             inference_params: keys and values of earlier tokens, see `InferenceParams`; masks and
                 windows end bottom-right, as queries are the last ones.

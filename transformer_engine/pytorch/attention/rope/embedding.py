@@ -142,7 +142,8 @@ def apply_rotary_pos_emb(
         freqs: angles `[positions, 1, 1, elements]`, of whole sequences; tokens behind the last
             position, as padding may be, have the angles of the last.
         tensor_format: `sbhd`, `bshd` or `thd`.
-        fused: by one kernel, in fp32 and rounded once; otherwise in the dtype of `t`.
+        fused: by one kernel, in fp32 and rounded once, and without a gradient of `freqs`; otherwise
+            in the dtype of `t`.
         cu_seqlens: int32 `[batch + 1]`, where each whole sequence of `thd` ends.
         start_positions: int32 `[batch]`, the position of each sequence's first token.
         interleaved: which elements are a pair.
