@@ -257,6 +257,8 @@ def test_bad_packed_inputs():
         make_module(qkv_format="thd")(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends)
     with pytest.raises(ValueError, match="expected cu_seqlens_q for qkv_format 'thd', got None"):
         make_module(**THD)(q, k, v)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q to be a torch.Tensor, got list"):
+        make_module(**THD)(q, k, v, cu_seqlens_q=[0, 3, 8], cu_seqlens_kv=ends)
     with pytest.raises(TypeError, match=r"cu_seqlens_q of torch.int32, got torch.int64"):
         make_module(**THD)(q, k, v, cu_seqlens_q=ends.long(), cu_seqlens_kv=ends)
     with pytest.raises(ValueError, match="of equal shape"):

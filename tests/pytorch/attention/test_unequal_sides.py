@@ -74,8 +74,7 @@ def test_a_side_without_tokens(device, qkv_format, mask, arguments, queries, key
 
 @pytest.mark.parametrize("sides", [(), ("q",), ("q", "kv")], ids=str)
 @pytest.mark.parametrize("longest", [None, 4])
-def test_tokens_of_no_sequence(device, backend, sides, longest):
-    """There may be no sequence at all."""
+def test_tokens_of_no_sequence(device, sides, longest):
     ends, tensors = cu_seqlens([], device), inputs(4, 3, device)
     padded = {f"cu_seqlens_{side}_padded": ends for side in sides}
     out = make_module(**PACKED)(
@@ -86,6 +85,13 @@ def test_tokens_of_no_sequence(device, backend, sides, longest):
     assert out.shape == (4, 32)
     for x in (out, *torch.autograd.grad(out.sum(), tensors)):
         assert not x.any()
+
+
+def test_kernels_get_no_batch_without_sequences(monkeypatch):
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    ends = cu_seqlens([], "cpu")
+    with pytest.raises(ValueError, match=r"sdpa +refuses: needs at least one query and one key"):
+        make_module(**PACKED)(*inputs(4, 3, "cpu"), cu_seqlens_q=ends, cu_seqlens_kv=ends)
 
 
 def test_sequences_that_are_moved_may_be_none(device):

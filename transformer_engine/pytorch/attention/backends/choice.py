@@ -101,6 +101,8 @@ def _sequence_facts(call: Call) -> _SequenceFacts:
     alike = query.cu_seqlens is key.cu_seqlens
     if call.shape.qkv_format != "thd":
         return None, None, False, alike
+    if getattr(query.cu_seqlens, "shape", None) == (1,):  # no sequence, nothing to attend to
+        return 0, 0, False, alike
     return query.longest, key.longest, False, alike
 
 
