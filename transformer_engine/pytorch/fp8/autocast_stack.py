@@ -56,9 +56,14 @@ class Step:
         group = self.groups.get(scope.key)
         for state in states.values():
             own = state.group
-            if state.scale.is_meta or (own is not None and own.compiled):
+            if state.scale.is_meta:
                 continue
-            if own is not None and (own.recipe, own.process_group) != (scope.recipe, scope.group):
+            if own is not None and own.compiled:  # which stays in a group of compiled code
+                if not own.is_of(scope.recipe, scope.group):
+                    process_state().flush()  # by the rules of the group that it leaves
+                    process_state().compiled_group(scope.recipe, scope.group).add(state)
+                continue
+            if own is not None and not own.is_of(scope.recipe, scope.group):
                 own = None
             if group is None:
                 group = own or process_state().new_group(scope.recipe, scope.group)

@@ -237,6 +237,10 @@ class ScalingGroup:
         """The group that has the states of this one now, for steps whose backward is to come."""
         return self if self._absorbed_by is None else self._absorbed_by.current
 
+    def is_of(self, recipe: Any, process_group: Any) -> bool:
+        """Whether modules that run under these may be in the group."""
+        return bool((self.recipe, self.process_group) == (recipe, process_group))
+
     def add(self, state: ScalingState) -> None:
         """Add a state, and remove it from the group that it was in."""
         if state.group is not self:
