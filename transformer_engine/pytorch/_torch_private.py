@@ -308,12 +308,20 @@ def keep_address(x: torch.Tensor) -> None:
 
     As `torch._dynamo.mark_static_address`, which is slow to import.
     """
-    x._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+    x._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether they are views of one memory."""
     return memory_of(a) == memory_of(b)
+
+
+def is_number(size: Any) -> bool:
+    """Whether a size is a number, not a symbol; without `SymNode.maybe_as_int`: an int."""
+    if isinstance(size, int):
+        return True
+    known = getattr(getattr(size, "node", None), "maybe_as_int", None)
+    return known is not None and known() is not None
 
 
 def memory_of(x: torch.Tensor) -> int:

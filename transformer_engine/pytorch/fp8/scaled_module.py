@@ -82,8 +82,13 @@ class ScaledModule(OptionalExtraState, nn.Module):
         recipe = object.__new__(kind)
         vars(recipe).update(fields)
         group = process_state().compiled_group(recipe, real_object(process_group))
-        if any([state.group not in (None, group) for state in self.scaling.values()]):
+        left = dict.fromkeys([state.group for state in self.scaling.values()])
+        if any([own not in (None, group) for own in left]):
             process_state().flush()  # by the rules of the group that they leave
+        for own in left:
+            # All modules of an eager group: layers that are compiled one by one share a graph.
+            if own is not None and not own.compiled and own.is_of(recipe, group.process_group):
+                group.absorb(own)
         for direction in (FORWARD, BACKWARD):
             if state_of(self, recipe, direction, device, group)[1]:
                 self.drop_plans()

@@ -1,0 +1,101 @@
+"""Delayed scaling of layers that compiled code and eager code call in turn, or one by one."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
+from transformer_engine.pytorch.fp8.process_state import process_state
+
+RECIPES = {
+    "history": (DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=2)),
+    "margin": (DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=4, margin=2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    reset_autocast()
+    torch._dynamo.reset()
+
+
+def batch(device: str, step: int, largest: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(16, 32, generator=generator) * largest).to(device).requires_grad_()
+
+
+def states_of(module: nn.Module) -> list[torch.Tensor]:
+    process_state().flush()  # what compiled code has deferred
+    states = [s for m in module.modules() for s in getattr(m, "scaling", {}).values()]
+    return [t for s in states for t in (s.scale, s.amax_history)]
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_eager_calls_under_another_recipe(kind: str, evaluated: bool, device: str) -> None:
+    """They update the scales of what was compiled, by their own recipe."""
+    first, second = RECIPES[kind]
+    eager = te.Linear(32, 32, device=device)
+    twin = copy.deepcopy(eager)
+    found: list[list[torch.Tensor]] = []
+    for layer in (eager, twin):
+        run = layer if layer is eager else torch.compile(layer, backend="aot_eager")
+        results = []
+        for step in range(2):
+            with torch.set_grad_enabled(not evaluated), te.fp8_autocast(fp8_recipe=first):
+                results.append(run(batch(device, step)))
+            if not evaluated:
+                results[-1].sum().backward()
+        for step in range(2, 6):
+            x = batch(device, step, 100.0)
+            with te.fp8_autocast(fp8_recipe=second):
+                results.append(layer(x))
+            results[-1].sum().backward()
+            results.append(x.grad)
+        found.append([*results, layer.weight.grad, *states_of(layer)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_layers_compiled_one_by_one_share_a_graph(backend: str, device: str) -> None:
+    """After an eager step, which makes the states of all. They are in CUDA graphs on a GPU."""
+    if backend == "inductor" and device == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    recipe = DelayedScaling(amax_history_len=4)
+    eager = nn.Sequential(*[te.LayerNormMLP(32, 64, device=device) for _ in range(3)])
+    twin = copy.deepcopy(eager)
+    graphs, found = [0], []
+
+    def counting(graph, inputs):
+        graphs[0] += 1
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    for model in (eager, twin):
+        results = []
+        for step in range(4):
+            if model is twin and step == 1:
+                how = (
+                    {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": counting}
+                )
+                for layer in model:
+                    layer.compile(**how)
+            x = batch(device, step)
+            with te.fp8_autocast(fp8_recipe=recipe):
+                y = x
+                for layer in model:
+                    y = layer(y).clone()
+            y.sum().backward()
+            results += [y, x.grad]
+        found.append([*results, *states_of(model)])
+    assert graphs[0] == (1 if backend == "aot_eager" else 0)
+    for ours, theirs in zip(*found, strict=True):
+        if backend == "aot_eager":
+            assert_bitwise(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
