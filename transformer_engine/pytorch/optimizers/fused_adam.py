@@ -110,8 +110,7 @@ class FusedAdam(torch.optim.Optimizer):
         fp32_masters = master_weights and master_weight_dtype is torch.float32
         self._stored = StoredStates(dtypes, store_param_remainders and fp32_masters)
         self._stored.check(capturable)
-        self.adam_w_mode = adam_w_mode
-        self.capturable = capturable
+        self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -128,9 +127,7 @@ class FusedAdam(torch.optim.Optimizer):
             NotImplementedError, ValueError, TypeError: settings that the constructor refuses.
         """
         others = {"amsgrad": False, "bias_correction": True, "maximize": False}
-        found = {
-            name: (param_group[name], only) for name, only in others.items() if name in param_group
-        }
+        found = {n: (param_group[n], only) for n, only in others.items() if n in param_group}
         refuse_others("FusedAdam", **found)
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -142,7 +139,7 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scaler: Any = None,
         grad_factor: torch.Tensor | None = None,
     ) -> Any:
-        """Step every parameter that has a gradient.
+        """Step every parameter that has a gradient; breaks the graph of compiled code.
 
         Args:
             closure: computes the loss and the gradients again.
@@ -158,6 +155,12 @@ class FusedAdam(torch.optim.Optimizer):
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
         """
+        if torch.compiler.is_compiling():
+            # A fused step breaks the graph, and Dynamo's guards of `self.state` behind a break are
+            # wrong: it would step a parameter with the state of another one.
+            from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
+
+            return outside_of_graphs(self.step, closure, grad_scaler, grad_factor)
         refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
         check_factor("FusedAdam", grad_factor)
         if is_capturing() and not self.capturable:
