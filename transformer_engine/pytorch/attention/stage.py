@@ -112,6 +112,10 @@ class Attention(Stage):
     def prepare(self, call: CallPlan, first: int) -> _Plan:
         """Which gradients are wanted."""
         needs = NO_BACKWARD
+        if call.compiling:
+            # Floats may be symbols, which Dynamo must find before autograd is entered (adr/0003).
+            of_call = call.options.call
+            _ = of_call.scale > 0.0, of_call.dropout.p > 0.0
         if call.requires_grad:
             query, key, value = call.needs[:3]
             needs = Needs(query, key, value, call.needs[first + _BIAS], call.needs[first + _SINK])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import index
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ class BlockQuantizer(Fp8Quantizer, native=True):
     def __init__(
         self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
     ) -> None:
-        self.layout = block_layout(dimensions)
+        # Dynamo may make a symbol of a number; `index` gives a value.
+        self.dimensions = index(dimensions)
+        self.layout = block_layout(self.dimensions)
         super().__init__(format)
-        self.dimensions = dimensions
         self.power_of_2 = power_of_2
         self.epsilon = epsilon
 
