@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from transformer_engine.pytorch._torch_private import memory_of
 from transformer_engine.pytorch.kernels.packed import map_parts, packed_layout_of
@@ -52,3 +53,16 @@ def test_others_one_by_one():
     for parts in [(key, query, value), (query, key, value.clone()), (query, key.mT, value)]:
         for got, part in zip(map_parts(torch.neg, parts), parts, strict=True):
             assert torch.equal(got, -part) and got.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", [DimDynamic.DYNAMIC, DimDynamic.STATIC])
+def test_sizes_that_are_symbols_stay_so(kind):
+    """Else a compiler would make a graph for each size."""
+    symbols = ShapeEnv()
+    mode = FakeTensorMode(shape_env=symbols)
+    sizes = StatelessSymbolicContext(dynamic_sizes=[kind, DimDynamic.STATIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.empty(5, 3, 96), symbolic_context=sizes)
+    with mode:
+        layout = packed_layout_of(*x.view(x.shape[0], 3, 3, 4, 8).unbind(-3))
+    assert (layout is None) is (kind is DimDynamic.DYNAMIC)
+    assert isinstance(x.shape[0], torch.SymInt) is (layout is None) and not symbols.guards

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch._torch_private import FakeTensor, memory_of, part_of
+from transformer_engine.pytorch._torch_private import FakeTensor, is_number, memory_of, part_of
 from transformer_engine.pytorch.kernels.memory import new_empty
 
 Sizes = tuple[int, ...]
@@ -111,16 +111,18 @@ def packed_layout_of(*parts: torch.Tensor) -> PackedLayout | None:
 
 
 def _packed_layout_of_fakes(parts: tuple[torch.Tensor, ...]) -> PackedLayout | None:
-    """`packed_layout_of` tensors without addresses, whose sizes may be symbols."""
+    """`packed_layout_of` tensors without addresses; None where sizes are symbols."""
     if len({memory_of(x) for x in parts}) > 1:
         return None
-    shapes, strides = (
-        [tuple([int(n) for n in sizes]) for sizes in kind]
-        for kind in ([x.shape for x in parts], [x.stride() for x in parts])
-    )
-    item, starts = parts[0].element_size(), [int(x.storage_offset()) for x in parts]
-    layout = _packed_layout(tuple([torch.Size(shape) for shape in shapes]), strides[0], item)
-    begins = [(start - starts[0]) * item for start in starts]
+    rank = parts[0].dim()
+    numbers = [[*x.shape, *x.stride(), x.storage_offset()] for x in parts]
+    if not all([is_number(n) for own in numbers for n in own]):
+        return None  # to compare them would make a graph for these sizes alone
+    found = [[int(n) for n in own] for own in numbers]
+    shapes, strides = zip(*[(torch.Size(o[:rank]), tuple(o[rank:-1])) for o in found], strict=True)
+    item = parts[0].element_size()
+    layout = _packed_layout(shapes, strides[0], item)
+    begins = [(own[-1] - found[0][-1]) * item for own in found]
     if layout is None or list(zip(strides, begins, strict=True)) != layout.strides:
         return None
     return layout
