@@ -99,3 +99,21 @@ def test_layers_compiled_one_by_one_share_a_graph(backend: str, device: str) -> 
             assert_bitwise(ours, theirs)
         else:
             torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def test_a_graph_stays_when_a_state_dict_is_loaded(device: str) -> None:
+    recipe, layer = DelayedScaling(amax_history_len=4), te.Linear(32, 32, device=device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    twin, found = copy.deepcopy(layer), []
+    for module, run in ((layer, compiled), (twin, twin)):
+        results = []
+        for step in range(4):
+            with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
+                with te.fp8_autocast(fp8_recipe=recipe):
+                    y = run(batch(device, step, 10.0**step))
+                y.sum().backward()
+            module.load_state_dict({name: t.clone() for name, t in module.state_dict().items()})
+            results.append(y)
+        found.append([*results, *states_of(module)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_bitwise(ours, theirs)

@@ -101,11 +101,25 @@ class ScaledModule(OptionalExtraState, nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore FP8 scaling state; None and empty tensors leave it as it is."""
-        restored = extra_state.unpack(state, self.name)
+        self.restore_scaling(extra_state.unpack(state, self.name))
+
+    def restore_scaling(self, restored: dict[str, ScalingState]) -> None:
+        """Take over a loaded state, if there is any.
+
+        Device and group stay: they are conditions of graphs, which need not be compiled again.
+        """
         check_columns(restored, self.gemm_count, self.name)
-        if restored:
-            self.scaling = restored
-            self.drop_plans()
+        if not restored:
+            return
+        for direction, state in restored.items():
+            before = self.scaling.get(direction)
+            if before is None or before.room.is_meta:
+                continue
+            state.fit(state.length, before.room.device)
+            if before.group is not None:
+                before.group.add(state)
+        self.scaling = restored
+        self.drop_plans()
 
     @property
     def fp8_meta(self) -> Fp8Meta:

@@ -29,7 +29,6 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     FEATURE_ALIGNMENT,
     ModuleQuantizers,
     build_quantizers,
-    check_columns,
     with_weight_scales,
 )
 from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
@@ -383,11 +382,8 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
             ValueError: damaged contents, too many, or those of a layer with another number of
                 GEMMs.
         """
-        restored = extra_state.unpack(state, self.name, matrices_of(self, self._parameter_set))
-        check_columns(restored, self.gemm_count, self.name)
-        if restored:
-            self.scaling = restored
-            self.drop_plans()
+        matrices = matrices_of(self, self._parameter_set)
+        self.restore_scaling(extra_state.unpack(state, self.name, matrices))
 
     def extra_repr(self) -> str:
         """Sizes, other settings, and the name of the layer."""
