@@ -117,3 +117,29 @@ def test_a_graph_stays_when_a_state_dict_is_loaded(device: str) -> None:
         found.append([*results, *states_of(module)])
     for ours, theirs in zip(*found, strict=True):
         assert_bitwise(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads that of the input
+@pytest.mark.parametrize("apart", [False, True], ids=["new", "of another step"])
+def test_modules_that_join_behind_a_compiled_one(apart: bool, device: str) -> None:
+    """Compiled code takes the group of the eager modules before it along, within their step."""
+    recipe, model = DelayedScaling(amax_history_len=4), nn.ModuleList()
+    model.extend([te.Linear(32, 32, device=device) for _ in range(3)])
+    twin, found = copy.deepcopy(model), []
+    for layers in (model, twin):
+        first, second, third = layers
+        if layers is twin:
+            second = torch.compile(second, backend="aot_eager")
+        steps = [[first, layers[1]], [third] if apart else [], *[[first, second, third]] * 3]
+        results = []
+        for step, calls in enumerate(steps):
+            x = y = batch(device, step)
+            with te.fp8_autocast(fp8_recipe=recipe):
+                for call in calls:
+                    y = call(y)
+            y.sum().backward()
+            results += [y, x.grad]
+        found.append([*results, *states_of(layers)])
+        assert (layers[2].scaling["forward"].scale[:2] != 1.0).all()
+    for ours, theirs in zip(*found, strict=True):
+        assert_bitwise(ours, theirs)

@@ -11,7 +11,7 @@ chain, run as one node (`fused_layer.py`). A layer runs part by part where
     saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
     torch.autocast is on;
     a part has no chain for its arguments: a cache of keys and values, recomputation, a bias that
-        is returned.
+        is returned, in compiled code calibration of FP8 attention.
 
 Compiled code has one operator for such a layer (`compiled_layer.py`). With a large input, it traces
 the operator stage by stage. Both ways give the same results, bit for bit.

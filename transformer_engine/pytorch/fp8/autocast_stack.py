@@ -54,9 +54,11 @@ class Step:
     def join(self, scope: Scope, states: dict[str, ScalingState]) -> None:
         """Add the states of a module that runs to the group of the modules before it."""
         group = self.groups.get(scope.key)
+        if group is not None:
+            group = group.current  # compiled code may have absorbed it in this step
         for state in states.values():
             own = state.group
-            if state.scale.is_meta:
+            if state.scale.is_meta or own is group is not None:
                 continue
             if own is not None and own.compiled:  # which stays in a group of compiled code
                 if not own.is_of(scope.recipe, scope.group):

@@ -100,6 +100,8 @@ class ProcessState:
         group = self.compiled_groups.get(key)
         if group is None:
             number = 1 + len(self.compiled_groups)
+            # The object that scopes have, which compares at once.
+            recipe = next((known for known, _ in self._keys if known == recipe), recipe)
             group = ScalingGroup(recipe, process_group, number)
             self.compiled_groups[key] = group
         return group

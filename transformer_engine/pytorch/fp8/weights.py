@@ -216,7 +216,7 @@ def _cast(
     dtype = values.dtype if high else torch.float32
     values = values.detach().to(device, dtype).contiguous().resolve_neg()
     quantizer = WeightQuantizer.writing(weight)
-    matrix = quantizer.restored(values, scales)
+    matrix = quantizer.restored(values, scales, weight.dtype)
     return quantizer.holding(matrix.codes, matrix.scales, nominal)
 
 

@@ -99,7 +99,8 @@ class Casts(NamedTuple):
         step: the autocast step that ends with the backward of the call, or None.
         columns: the columns of scaling state that the slots of the forward use.
         of_state: scales and amaxes are the module's own, and no recompute will have others: calls
-            with the same casts share a plan.
+            with the same casts share a plan. Also of operators of compiled code, which no
+            checkpoint recomputes.
         backward_in_fp8: whether the user asks for gradients in FP8, see `AttentionVariables`.
     """
 
@@ -274,9 +275,10 @@ def casts_of_part(
     """The casts of a call that is a part of a larger chain.
 
     Returns:
-        The casts, or None if attention is not in FP8. In an operator of compiled code these have no
-        tensors: behind them is the memory of scaling state, from which `described_casts` takes
-        tensors. None for calibration in compiled code, which no operator runs.
+        A pair. First the casts, None if attention is not in FP8; those of an operator of compiled
+        code have no tensors. Then, for an operator, the memory of scaling state, from which
+        `described_casts` makes casts with tensors; else (). No pair but None for calibration in
+        compiled code, which no operator runs.
     """
     scope = autocast_stack().scope
     if not asks(scope, module.name):
