@@ -1,10 +1,12 @@
-"""Checks of arguments that have a single supported value."""
+"""Checks of arguments of optimizers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from transformer_engine.pytorch.module.arguments import check_numbers
 
 
 def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
@@ -21,4 +23,17 @@ def check_factor(op: str, factor: object) -> None:
     if not (factor is None or isinstance(factor, torch.Tensor)):
         raise TypeError(
             f"[{op}] expected grad_factor to be a tensor of one value on the device, got {factor!r}"
+        )
+
+
+def check_settings(group: dict[str, Any]) -> None:
+    """Raise unless the numbers of a group are those of a step."""
+    factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
+    check_numbers("FusedAdam", None, **plain)
+    betas = group["betas"]
+    if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(
+            "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
+            f"got {factors} and {betas}"
         )

@@ -12,8 +12,11 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.module.arguments import check_numbers
-from transformer_engine.pytorch.optimizers.arguments import check_factor, refuse_others
+from transformer_engine.pytorch.optimizers.arguments import (
+    check_factor,
+    check_settings,
+    refuse_others,
+)
 from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
     Part,
@@ -114,7 +117,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_settings(defaults)
+        check_settings(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -129,7 +132,7 @@ class FusedAdam(torch.optim.Optimizer):
         others = {"amsgrad": False, "bias_correction": True, "maximize": False}
         found = {n: (param_group[n], only) for n, only in others.items() if n in param_group}
         refuse_others("FusedAdam", **found)
-        _check_settings({**self.defaults, **param_group})
+        check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -139,7 +142,7 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scaler: Any = None,
         grad_factor: torch.Tensor | None = None,
     ) -> Any:
-        """Step every parameter that has a gradient; breaks the graph of compiled code.
+        """Step every parameter that has a gradient; in compiled code it runs outside of the graph.
 
         Args:
             closure: computes the loss and the gradients again.
@@ -155,12 +158,18 @@ class FusedAdam(torch.optim.Optimizer):
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
         """
-        if torch.compiler.is_compiling():
-            # A fused step breaks the graph, and Dynamo's guards of `self.state` behind a break are
-            # wrong: it would step a parameter with the state of another one.
-            from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
+        if not torch.compiler.is_compiling():
+            return self._step_all(closure, grad_scaler, grad_factor)
+        # A fused step breaks the graph, and Dynamo's guards of `self.state` behind a break are
+        # wrong: it would step a parameter with the state of another one.
+        from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
-            return outside_of_graphs(self.step, closure, grad_scaler, grad_factor)
+        return outside_of_graphs(self._step_all, closure, grad_scaler, grad_factor)
+
+    @torch.no_grad()
+    def _step_all(
+        self, closure: Callable[[], Any] | None, grad_scaler: Any, grad_factor: torch.Tensor | None
+    ) -> Any:
         refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
         check_factor("FusedAdam", grad_factor)
         if is_capturing() and not self.capturable:
@@ -385,16 +394,3 @@ class FusedAdam(torch.optim.Optimizer):
                     if isinstance(value, torch.Tensor):
                         self.state[parameter].pop(name)
                         self._overwrite(parameter, name, value)
-
-
-def _check_settings(group: dict[str, Any]) -> None:
-    """Raise unless the numbers of a group are those of a step."""
-    factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
-    check_numbers("FusedAdam", None, **plain)
-    betas = group["betas"]
-    if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(
-            "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
-            f"got {factors} and {betas}"
-        )
