@@ -35,10 +35,10 @@ def test_codes_come_back(
     made = weight(kind, device, dtype)
     values = made.dequantize().to(loaded or dtype)
     quantizer = WeightQuantizer.writing(made)
-    found = quantizer.restored(values, made.scales)
+    found = quantizer.restored(values, made.scales, dtype)
     assert_bitwise(found.codes, codes(made))
     assert_bitwise(found.scales, scales(made))
-    assert not torch.equal(quantizer.restored(values, None).scales, scales(made))
+    assert not torch.equal(quantizer.restored(values, None, dtype).scales, scales(made))
 
 
 def test_each_block_decides_for_itself(device: str) -> None:
@@ -46,7 +46,7 @@ def test_each_block_decides_for_itself(device: str) -> None:
         made = te.Linear(256, 256, bias=False, device=device).weight.detach()
     values = made.dequantize()
     values[:128, 128:] *= 0.01
-    found = WeightQuantizer.writing(made).restored(values, made.scales)
+    found = WeightQuantizer.writing(made).restored(values, made.scales, made.dtype)
     changed = found.scales != scales(made)
     assert changed.nonzero().tolist() == [[0, 1]]
 
@@ -65,5 +65,5 @@ def test_ranks_with_pieces_of_a_weight_decide_alike(device: str) -> None:
     made = weight(next(iter(KINDS)), device)
     for edited in (False, True):
         quantizer = WeightQuantizer.writing(made).over(OtherRanks(edited))
-        found = quantizer.restored(made.dequantize(), made.scales)
+        found = quantizer.restored(made.dequantize(), made.scales, made.dtype)
         assert torch.equal(found.scales, scales(made)) is not edited

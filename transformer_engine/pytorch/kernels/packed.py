@@ -49,7 +49,8 @@ def map_parts(
     tensors. `function` takes contiguous ones.
     """
     first = parts[0]
-    # Others are traced: a compiler does not fuse what makes parts of a tensor.
+    # Others are traced: a compiler does not fuse what makes parts of a tensor. Of fake tensors an
+    # operator learns the size of its results, which must be that of its calls.
     known = type(first) is torch.Tensor and not torch.compiler.is_compiling()
     layout = packed_layout_of(*parts) if known or type(first) is FakeTensor else None
     if layout is None:

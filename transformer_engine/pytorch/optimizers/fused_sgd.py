@@ -128,7 +128,7 @@ class FusedSGD(torch.optim.SGD):
     def _is_skipped(self) -> bool:
         """Whether `GradScaler` has found a gradient that is not finite; waits for the device.
 
-        The fused kernel would leave new momenta as memory was allocated.
+        The fused kernel writes nothing then: new momenta would be whatever the memory held.
         """
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)

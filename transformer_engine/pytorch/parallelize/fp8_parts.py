@@ -25,7 +25,7 @@ def fp8_part(weight: QuantizedTensor, shard: Shard, rank: int) -> QuantizedTenso
     )
     values = shard.of(weight.decoded(torch.float32), rank).contiguous()
     scales = None if layout_of(weight._format).in_blocks else weight.scales
-    matrix = quantizer.restored(values, scales)
+    matrix = quantizer.restored(values, scales, weight.dtype)
     return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)
 
 

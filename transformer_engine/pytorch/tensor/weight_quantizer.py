@@ -89,11 +89,18 @@ class WeightQuantizer(Fp8Quantizer):
         shape, dtype = self.layout.scale_shape(*codes.shape), self.layout.scale_dtype
         return self.holding(codes, codes.new_empty(shape, dtype=dtype), like.dtype)
 
-    def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
+    def restored(
+        self, values: torch.Tensor, scales: torch.Tensor | None, nominal: torch.dtype
+    ) -> Fp8Matrix:
         """The cast of `values` `[out, in]`, with earlier scales where it restores the values.
 
         Then they are those of a state dict, and get the codes that they had. What has been edited
         since, or was never in FP8, is cast with the scales of its own values.
+
+        Args:
+            values: `[out, in]`.
+            scales: None for those of the values.
+            nominal: dtype of the weight, to which the values may have been rounded.
         """
         raise NotImplementedError
 
@@ -157,14 +164,16 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
             found = [torch.cat([scales[:1] * factor, scales[1:] / factor]) for scales in found]
         return found
 
-    def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
+    def restored(
+        self, values: torch.Tensor, scales: torch.Tensor | None, nominal: torch.dtype
+    ) -> Fp8Matrix:
         """The cast of `values`, see the base class; all ranks decide alike."""
         known = None if scales is None or scales.numel() != 2 else scales.to(values.device)
         largest = amax(values)
         differs = torch.ones_like(largest)
         if known is not None:
             matrix = self.with_scales(values, known)
-            differs = differences(values, matrix).any().to(largest.dtype).view(1)
+            differs = differences(values, matrix, nominal).any().to(largest.dtype).view(1)
         if self.ranks is not None:
             found = self.ranks.reduce(torch.cat([largest, differs]), self.label)
             largest, differs = found.split(1)
@@ -222,7 +231,9 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
             quantizer=self,
         )
 
-    def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
+    def restored(
+        self, values: torch.Tensor, scales: torch.Tensor | None, nominal: torch.dtype
+    ) -> Fp8Matrix:
         """The cast of `values`, see the base class; each block decides for itself."""
         matrix: Any = self.operands(values, OperandRequest(self, True, False)).rowwise
         if scales is None or scales.numel() != matrix.scales.numel():
@@ -232,7 +243,9 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         largest = largest_of_blocks(values, old_scales.shape, run)
         holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
         tried = self.with_scales(values, torch.where(holds, old_scales, matrix.scales))
-        differs = largest_of_blocks(differences(values, tried).float(), old_scales.shape, run)
+        differs = largest_of_blocks(
+            differences(values, tried, nominal).float(), old_scales.shape, run
+        )
         return self.with_scales(values, torch.where(differs == 0, tried.scales, matrix.scales))
 
     def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
@@ -244,14 +257,15 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         return Fp8Matrix(codes, scales, self.layout.code(E4M3))
 
 
-def differences(values: torch.Tensor, matrix: Fp8Matrix) -> torch.Tensor:
-    """Where a matrix is not what values were before they were rounded to their dtype, or to bf16.
+def differences(values: torch.Tensor, matrix: Fp8Matrix, nominal: torch.dtype) -> torch.Tensor:
+    """Where a matrix is not what values were before they were rounded to `nominal`, or to bf16.
 
     Other values than those of such codes are further away from the next code, almost all of them.
     """
-    limits = torch.finfo(values.dtype)
+    both = [torch.finfo(dtype) for dtype in (values.dtype, nominal)]
+    least = max([limits.smallest_normal * limits.eps / 2 for limits in both])  # of subnormals
     found = dequantize(matrix.codes, matrix.format, matrix.scales, torch.float32)
-    bound = values.abs().float().mul_(_HALF_A_STEP).add_(limits.smallest_normal * limits.eps / 2)
+    bound = values.abs().float().mul_(_HALF_A_STEP).add_(least)
     none = values.isnan() & found.isnan()
     return ~(found.sub_(values).abs_() <= bound) & ~none
 
