@@ -84,7 +84,7 @@ def test_cross_attention_of_steps_refuses_diagonals(form, mask, window, late):
     params = cache_of(form)
     if form == "named":
         params.pre_step({"a": 2})
-    message = r"expected attn_mask_type no_mask, padding or arbitrary, and no window_size, in cross"
+    message = r"expected the mask type no_mask, padding or arbitrary, and no window, in cross"
     for _ in range(3):
         with pytest.raises(ValueError, match=message):
             layer(

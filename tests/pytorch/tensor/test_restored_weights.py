@@ -41,6 +41,19 @@ def test_codes_come_back(
     assert not torch.equal(quantizer.restored(values, None, dtype).scales, scales(made))
 
 
+@kinds
+@pytest.mark.parametrize("loaded", [torch.float16, torch.bfloat16])
+def test_subnormal_values_of_fp16(
+    loaded: torch.dtype, kind: type[QuantizedTensor], device: str
+) -> None:
+    """They have fewer bits than a float of this size, whatever they were converted to."""
+    made = weight(kind, device, torch.float16)
+    made.copy_(1e-5 * made.dequantize(dtype=torch.float32))
+    values = made.dequantize().to(loaded)
+    found = WeightQuantizer.writing(made).restored(values, made.scales, torch.float16)
+    assert_bitwise(found.scales, scales(made))
+
+
 def test_each_block_decides_for_itself(device: str) -> None:
     with te.quantized_model_init(recipe=Float8BlockScaling()):
         made = te.Linear(256, 256, bias=False, device=device).weight.detach()

@@ -44,8 +44,8 @@ def check_cross(core: Any, mask_type: str | None, window: Window | None) -> None
     rule = mask_rule(mask_type, window)
     if rule.left >= 0 or rule.right >= 0:
         raise ValueError(
-            "[MultiheadAttention] expected attn_mask_type no_mask, padding or arbitrary, and no"
-            " window_size, in cross attention with inference_params, whose steps do not begin at"
+            "[MultiheadAttention] expected the mask type no_mask, padding or arbitrary, and no"
+            " window, in cross attention with inference_params, whose steps do not begin at"
             f" the first query, got {mask_type!r} and the window {window}: give a mask of the type"
             " arbitrary for the queries of the step"
         )
