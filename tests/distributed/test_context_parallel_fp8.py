@@ -79,8 +79,8 @@ def test_four_ranks(four, case):
 def test_parts_by_cudnn(backend):
     """Their results are rounded once more than that of one process, which is rounded once."""
     for found, computed in run_ranks(2, fused_outcomes, backend=backend):
-        # Two parts or more; one process, but for those with a sink.
-        assert computed >= STEPS * (3 * len(CASES) - 1)
+        # Two parts or more; one process, but for those with a sink. Its later steps are recorded.
+        assert computed >= 2 * STEPS * len(CASES) + len(CASES) - 1
         for steps in found.values():
             for ours, theirs, equal_scales in steps:
                 assert equal_scales
