@@ -55,7 +55,7 @@ EVERY_SIZE = [(kind, size) for kind, (_, sizes, _) in SIZES.items() for size in 
 def test_sizes_are_ints(kind, size):
     make, sizes, others = SIZES[kind]
     make(**sizes, **others)
-    for wrong in (str(sizes[size]), float(sizes[size])):
+    for wrong in (str(sizes[size]), float(sizes[size]), True):
         where = r" \(layer fc" if "name" in others else "$"
         text = rf"^\[\w+\] expected {size} to be an int, got {re.escape(repr(wrong))}{where}"
         with pytest.raises(TypeError, match=text):

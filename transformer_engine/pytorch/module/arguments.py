@@ -14,9 +14,11 @@ from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 def check_sizes(module: str, layer: str | None, least: int = 1, /, **sizes: Any) -> None:
-    """Raise unless every argument is an int of at least `least`."""
+    """Raise unless every argument is an int of at least `least`; True is none."""
     for name, size in sizes.items():
         try:
+            if isinstance(size, bool):
+                raise TypeError
             small = operator.index(size) < least
         except TypeError as error:
             raise TypeError(
