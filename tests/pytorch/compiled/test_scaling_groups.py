@@ -134,3 +134,24 @@ def test_modules_that_join_behind_a_compiled_one(apart: bool, device: str) -> No
         assert (layers[2].scaling["forward"].scale[:2] != 1.0).all()
     for ours, theirs in zip(*found, strict=True):
         assert_bitwise(ours, theirs)
+
+
+def test_evaluations_under_another_recipe(device: str) -> None:
+    """They leave lengths of histories and groups, as in eager mode."""
+    recipe, other = RECIPES["history"]
+    layer = te.LayerNormMLP(32, 64, device=device)
+    twin, found = copy.deepcopy(layer), []
+    for module in (layer, twin):
+        run = module if module is layer else torch.compile(module, backend="aot_eager")
+        results = []
+        for step in range(6):
+            with torch.no_grad(), te.fp8_autocast(fp8_recipe=other):
+                if step > 2:
+                    results.append(run(batch(device, step)))
+            with te.fp8_autocast(fp8_recipe=recipe):
+                y = run(batch(device, step, 2.0**-step))
+            y.sum().backward()
+            results.append(y)
+        found.append([*results, *states_of(module)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_bitwise(ours, theirs)

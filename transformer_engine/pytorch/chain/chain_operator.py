@@ -176,7 +176,7 @@ class ChainOperator:
 
     def _planned(self, shapes: Shapes, state: Sequence[torch.Tensor]) -> CallPlan:
         """The plan of recorded calls. The first call makes it; it is not traced."""
-        key: Any = length_of(state)
+        key: Any = lengths_of(state)
         if self._varies:
             key = (key, *shapes)
         plan = self._plans.get(key)
@@ -208,7 +208,7 @@ class ChainOperator:
         if state and any(self.needs):
             refuse_in_backward()
             process_state().backward_pending = True  # a call of other code may have run the update
-        sizes = (*self.sizes(inputs), length_of(state))
+        sizes = (*self.sizes(inputs), lengths_of(state))
         trace = self._traces.get(sizes)
         shapes = self._shapes(inputs) if trace is None else trace.shapes
         plan = self._planned(shapes, state)
@@ -259,7 +259,7 @@ class ChainOperator:
     ) -> list[Any]:
         """The gradients that `needs` asks for. An empty tensor stands for a gradient of None."""
         trace = self._traces[
-            (*sizes, length_of(state)) if launch else ("shapes", tuple([int(n) for n in sizes]))
+            (*sizes, lengths_of(state)) if launch else ("shapes", tuple([int(n) for n in sizes]))
         ]
         tensors = [None if one is None else one.of(saved) for one in trace.places.sources]
         plan = (self._planned if launch else self.bound)(trace.shapes, state)
@@ -300,9 +300,9 @@ def _needs_of_values(count: int, parts: Sequence[PlacedPart]) -> tuple[bool, ...
     return tuple(needs)
 
 
-def length_of(state: Sequence[torch.Tensor]) -> int:
-    """The length of the amax histories in this state."""
-    return state[0].shape[1] if state else 0
+def lengths_of(state: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The rows that this state has; those of its parts differ by the lengths of amax histories."""
+    return tuple([room.shape[1] for room in state])
 
 
 def _by_stages(of_segments: Sequence[Trace]) -> list[bool]:

@@ -184,17 +184,19 @@ def states_of(
 ) -> tuple[ScalingState, ScalingState, bool]:
     """A module's states, forward and backward, and whether that of the forward has moved.
 
-    A call that leaves no amaxes takes histories of any length: to replace them, an evaluation under
-    another recipe would take them from a backward that is still to come.
+    A call that leaves no amaxes takes histories of any length and group: to replace them, an
+    evaluation under another recipe would take them from a backward that is still to come.
     """
     group = None
     if torch.compiler.is_compiling():
         process_group, constants = autocast_stack().scope.group, rules_of(recipe).constants(recipe)
         if constants is None:
-            group = process_state().compiled_group(recipe, process_group)
+            group = process_state().compiled_group(recipe, process_group) if leaves_amaxes else None
         else:
-            made = module.make_compiled_state(device, type(recipe), constants, process_group)
-            for state in module.scaling.values():  # a condition of the graph; -O drops assertions
+            scope = (type(recipe), constants, process_group)
+            made = module.make_compiled_state(device, *scope, leaves_amaxes)
+            states = module.scaling.values() if leaves_amaxes else ()
+            for state in states:  # a condition of the graph; -O drops assertions
                 own = state.compiled
                 if own != made and device.type != "meta":
                     raise RuntimeError(f"[autocast] expected scaling group {made}, got {own}")

@@ -64,6 +64,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         kind: type[Recipe],
         fields: tuple[tuple[str, Any], ...],
         process_group: Any,
+        leaves_amaxes: bool,
     ) -> int:
         """Make the scaling state of compiled calls. Dynamo calls this while it traces.
 
@@ -75,12 +76,16 @@ class ScaledModule(OptionalExtraState, nn.Module):
             kind: class of the recipe; one that is made in the graph has no value yet.
             fields: of the recipe, with names.
             process_group: of the scope.
+            leaves_amaxes: see `states_of`.
 
         Returns:
-            The number of the scaling group, `ScalingGroup.compiled`.
+            The number of the scaling group, `ScalingGroup.compiled`; 0 for calls of any group.
         """
         recipe = object.__new__(kind)
         vars(recipe).update(fields)
+        if not leaves_amaxes:
+            self._fit(recipe, device, None, leaves_amaxes)
+            return 0
         group = process_state().compiled_group(recipe, real_object(process_group))
         left = dict.fromkeys([state.group for state in self.scaling.values()])
         if any([own not in (None, group) for own in left]):
@@ -89,10 +94,13 @@ class ScaledModule(OptionalExtraState, nn.Module):
             # All modules of an eager group: layers that are compiled one by one share a graph.
             if own is not None and not own.compiled and own.is_of(recipe, group.process_group):
                 group.absorb(own)
-        for direction in (FORWARD, BACKWARD):
-            if state_of(self, recipe, direction, device, group)[1]:
-                self.drop_plans()
+        self._fit(recipe, device, group, leaves_amaxes)
         return group.compiled
+
+    def _fit(self, recipe: Any, device: torch.device, group: Any, leaves_amaxes: bool) -> None:
+        for direction in (FORWARD, BACKWARD):
+            if state_of(self, recipe, direction, device, group, leaves_amaxes)[1]:
+                self.drop_plans()
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
