@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvdlfw_inspect import _engine
-from nvdlfw_inspect.utils import get_distributed_rank
+from nvdlfw_inspect.utils import get_distributed_rank, run_all
 
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import Session
@@ -103,21 +104,18 @@ class MetricLogger:
         An error of one logger is raised when all have them.
         """
         named = {f"{layer}_{tensor}_{k}": v for k, v in values.items() if v is not None}
-        errors = []
-        for logger in MetricLogger.enabled_loggers:
-            try:
-                if isinstance(logger, StatisticsFiles):
-                    logger.log_statistics(iteration, layer, tensor, values)
-                elif hasattr(logger, "log_batch"):
-                    if named:
-                        logger.log_batch(dict(named), iteration)
-                else:
-                    for name, value in named.items():
-                        logger.log_scalar(name, value, iteration)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+
+        def log_to(logger: Any) -> None:
+            if isinstance(logger, StatisticsFiles):
+                logger.log_statistics(iteration, layer, tensor, values)
+            elif hasattr(logger, "log_batch"):
+                if named:
+                    logger.log_batch(dict(named), iteration)
+            else:
+                for name, value in named.items():
+                    logger.log_scalar(name, value, iteration)
+
+        run_all(partial(log_to, logger) for logger in MetricLogger.enabled_loggers)
 
 
 class FileLogger:

@@ -7,13 +7,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvdlfw_inspect.utils import warn_user
+from nvdlfw_inspect.utils import run_all, warn_user
 from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.debug.plans import taken_by_kernels
 from transformer_engine.debug.shared_amax import SharedAmax
@@ -310,7 +310,11 @@ class Collector:
 
         An error of a logger is raised when all of them are logged.
         """
-        errors = []
+        finished = self._finished(keep)
+        run_all(functools.partial(self.manager.log_statistics, *one) for one in finished)
+
+    def _finished(self, keep: int) -> Iterator[tuple[int, str, str, Any]]:
+        """Iteration, layer, tensor and statistics of finished copies, see `_log`."""
         while self._pending and self._pending[0].is_ready(wait=len(self._pending) > keep):
             copy = self._pending.popleft()
             try:
@@ -320,12 +324,7 @@ class Collector:
                 group, layout = copy.shared[0].group, copy.shared[1]
                 found = [*copy.statistics(self._reductions.agree(group, self.iteration, layout))]
             for layer, tensor, values in found:
-                try:
-                    self.manager.log_statistics(copy.iteration, layer, tensor, values)
-                except Exception as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+                yield copy.iteration, layer, tensor, values
 
     def drain(self) -> None:
         """Wait for all copies and log them."""
