@@ -26,14 +26,14 @@ def check_factor(op: str, factor: object) -> None:
         )
 
 
-def check_settings(group: dict[str, Any]) -> None:
-    """Raise unless the numbers of a group are those of a step."""
+def check_settings(op: str, group: dict[str, Any]) -> None:
+    """Raise unless the numbers of a group are those of a step of Adam."""
     factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
     plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
-    check_numbers("FusedAdam", None, **plain)
+    check_numbers(op, None, **plain)
     betas = group["betas"]
     if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(
-            "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
-            f"got {factors} and {betas}"
+            f"[{op}] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), got"
+            f" {factors} and {betas}"
         )

@@ -113,11 +113,12 @@ class FusedAdam(torch.optim.Optimizer):
         fp32_masters = master_weights and master_weight_dtype is torch.float32
         self._stored = StoredStates(dtypes, store_param_remainders and fp32_masters)
         self._stored.check(capturable)
-        self.adam_w_mode, self.capturable = adam_w_mode, capturable
+        self.adam_w_mode = adam_w_mode
+        self.capturable = capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_settings(defaults)
+        check_settings("FusedAdam", defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -130,12 +131,13 @@ class FusedAdam(torch.optim.Optimizer):
             NotImplementedError, ValueError, TypeError: settings that the constructor refuses.
         """
         others = {"amsgrad": False, "bias_correction": True, "maximize": False}
-        found = {n: (param_group[n], only) for n, only in others.items() if n in param_group}
+        found = {
+            name: (param_group[name], only) for name, only in others.items() if name in param_group
+        }
         refuse_others("FusedAdam", **found)
-        check_settings({**self.defaults, **param_group})
+        check_settings("FusedAdam", {**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], Any] | None = None,
