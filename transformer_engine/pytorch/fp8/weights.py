@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import WHOLE, layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.attributes import InitialValue
+from transformer_engine.pytorch.tensor.attributes import InitialValue, attributes_beside
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
@@ -120,7 +120,7 @@ def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None
     """Let a parameter become another one, for whoever refers to it."""
     grad, weight.grad = weight.grad, None
     hooks = weight._backward_hooks, weight._post_accumulate_grad_hooks
-    vars(other).update({k: v for k, v in vars(weight).items() if k not in vars(other)})
+    vars(other).update(attributes_beside(weight, other))
     try:
         torch.utils.swap_tensors(weight, other)
     except RuntimeError as error:
