@@ -62,8 +62,7 @@ class Step:
                 continue
             if own is not None and own.compiled:  # which stays in a group of compiled code
                 if not own.is_of(scope.recipe, scope.group):
-                    process_state().flush()  # by the rules of the group that it leaves
-                    process_state().compiled_group(scope.recipe, scope.group).add(state)
+                    process_state().join_compiled(scope, [state])
                 continue
             if own is not None and not own.is_of(scope.recipe, scope.group):
                 own = None
@@ -127,6 +126,11 @@ class AutocastStack:
         self.warms_up = False
         self.before: AutocastStack | None = None
 
+    @property
+    def flushes(self) -> bool:
+        """Whether calls run deferred updates: compiled ones, in an autocast of compiled code."""
+        return self.entered_in_graph and torch.compiler.is_compiling()
+
     def push(self, scope: Scope) -> None:
         """Enter a scope."""
         if not self.outer:
@@ -188,7 +192,8 @@ class AutocastStack:
         if not self.scope.leaves_amaxes(recording):
             return
         if self.entered_in_graph:
-            process_state().join_compiled(self.scope, states)
+            process_state().join_compiled(self.scope, states.values())
+            process_state().backward_pending = True  # updates are deferred, as in compiled code
             return
         group = self.step.groups.get(self.scope.key)
         for state in states.values():

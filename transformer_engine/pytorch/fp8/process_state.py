@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,17 +106,13 @@ class ProcessState:
             self.compiled_groups[key] = group
         return group
 
-    def join_compiled(self, scope: Scope, states: dict[str, Any]) -> None:
-        """Add the states of a module that runs eagerly in a scope of compiled code to its group.
-
-        Their updates are deferred likewise.
-        """
-        self.flush()
+    def join_compiled(self, scope: Scope, states: Iterable[Any]) -> None:
+        """Move states to the group of compiled code under the recipe of a scope."""
+        self.flush()  # by the rules of the groups that they leave
         group = self.compiled_group(scope.recipe, scope.group)
-        for state in states.values():
+        for state in states:
             if not state.scale.is_meta:
                 group.add(state)
-        self.backward_pending = True
 
     def update(self, direction: str) -> None:
         """Update the scales of all modules in one direction, oldest group first."""

@@ -157,8 +157,7 @@ def build_quantizers(
             [one] * module.gemm_count, moved, None, (forward.room, backward.room)
         )
     stack = autocast_stack()
-    flush = stack.entered_in_graph and torch.compiler.is_compiling()
-    how = (recording, flush, stack.in_compiled_checkpoint)
+    how = (recording, stack.flushes, stack.in_compiled_checkpoint)
     scales, amaxes = [[tensors[i] for i in cast] for tensors in (forward.scales, forward.amaxes)]
     columns = columns_of(scales, amaxes, *how)
     gemms = [

@@ -20,7 +20,12 @@ from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns, state_of
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
-from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import (
+    BACKWARD,
+    FORWARD,
+    ScalingGroup,
+    ScalingState,
+)
 
 
 class ScaledModule(OptionalExtraState, nn.Module):
@@ -83,24 +88,28 @@ class ScaledModule(OptionalExtraState, nn.Module):
         """
         recipe = object.__new__(kind)
         vars(recipe).update(fields)
-        if not leaves_amaxes:
-            self._fit(recipe, device, None, leaves_amaxes)
-            return 0
-        group = process_state().compiled_group(recipe, real_object(process_group))
-        left = dict.fromkeys([state.group for state in self.scaling.values()])
-        if any([own not in (None, group) for own in left]):
-            process_state().flush()  # by the rules of the group that they leave
-        for own in left:
-            # All modules of an eager group: layers that are compiled one by one share a graph.
-            if own is not None and not own.compiled and own.is_of(recipe, group.process_group):
-                group.absorb(own)
-        self._fit(recipe, device, group, leaves_amaxes)
-        return group.compiled
-
-    def _fit(self, recipe: Any, device: torch.device, group: Any, leaves_amaxes: bool) -> None:
+        group = None
+        if leaves_amaxes:
+            group = process_state().compiled_group(recipe, real_object(process_group))
+            self._leave_groups(group)
         for direction in (FORWARD, BACKWARD):
             if state_of(self, recipe, direction, device, group, leaves_amaxes)[1]:
                 self.drop_plans()
+        return 0 if group is None else group.compiled
+
+    def _leave_groups(self, group: ScalingGroup) -> None:
+        """Prepare that the states leave their groups for one of compiled code."""
+        left = dict.fromkeys([state.group for state in self.scaling.values()])
+        if any([own not in (None, group) for own in left]):
+            process_state().flush()  # by the rules of the groups that they leave
+        for own in left:
+            # All modules of an eager group: layers that are compiled one by one share a graph.
+            if (
+                own is not None
+                and not own.compiled
+                and own.is_of(group.recipe, group.process_group)
+            ):
+                group.absorb(own)
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""

@@ -261,8 +261,7 @@ def casts_in_scope(
         own, amaxes = [[of[i] for i in _FORWARD] for of in (forward.scales, forward.amaxes)]
         columns = Columns(own, amaxes)
         if scope.enabled:
-            flush = compiling and stack.entered_in_graph
-            columns = columns_of(own, amaxes, counts, flush, recomputed)
+            columns = columns_of(own, amaxes, counts, stack.flushes, recomputed)
     of_grads = [(backward.scales[i], backward.amaxes[i]) for i in _BACKWARD]
     casts = _casts(_description(scope, counts), columns, of_grads)
     of_state = scales is None and not compiling
