@@ -1,5 +1,7 @@
 """The order of attention backends: speed as measured, and what waits until a GPU has run it."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -160,6 +162,32 @@ def test_cudnn_is_last_where_keys_are_cached_also_if_torch_has_put_it_first(monk
     assert order == (None if "math" in first else torchs)
     assert sdpa._in_order(order, sdpa.sdpa_order) == (now if order is None else torchs)
     assert orders[-1] == now
+
+
+_FIRST_CALLS = """
+import sys
+import torch
+import torch.nn.functional as F
+from transformer_engine.pytorch.attention.backends import sdpa
+
+x = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
+if sys.argv[1] == "ours":
+    order = sdpa._order(x, x, cached=True, recorded=False)
+    sdpa._in_order(order, lambda: F.scaled_dot_product_attention(x, x, x))
+F.scaled_dot_product_attention(x, x, x)
+print(sdpa.sdpa_order())
+"""
+
+
+@pytest.mark.gpu
+def test_the_order_that_torch_sets_at_its_first_choice_stays_for_calls_of_the_user():
+    torchs, after_ours = (
+        subprocess.run(
+            [sys.executable, "-c", _FIRST_CALLS, first], capture_output=True, text=True, check=True
+        ).stdout
+        for first in ("torch's", "ours")
+    )
+    assert after_ours == torchs
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_engine.pytorch._torch_private import sdpa_order, set_sdpa_order
+from transformer_engine.pytorch._torch_private import choose_sdpa, sdpa_order, set_sdpa_order
 from transformer_engine.pytorch.attention.backends import local_graph
 from transformer_engine.pytorch.attention.backends.backend import (
     FEW_ELEMENTS,
@@ -205,8 +205,15 @@ def _kernel(inputs: Inputs, arguments: Arguments) -> SdpaKernel | None:
 
 @memoize
 def _has_fast_cudnn(device: int) -> bool:
-    """Whether cuDNN is the fastest kernel of torch on a GPU: on Hopper and later."""
-    return bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether cuDNN is the fastest kernel of torch on a GPU: on Hopper and later.
+
+    torch puts cuDNN first when it chooses a kernel for the first time. It does so here, so that
+    `_in_order` restores that order for the user's own calls of torch's function.
+    """
+    fast = bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
+    if fast and choose_sdpa is not None:
+        choose_sdpa(*[torch.empty(1, 1, 8, 64, dtype=torch.float16, device=f"cuda:{device}")] * 3)
+    return fast
 
 
 def _is_large(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -222,7 +229,7 @@ def _order(
     cuDNN is the first where it is twice as fast as the flash attention (version 2) of torch. It is
     the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of the
     cache, and of a prompt. An order that the user has set stays, and so do kernels that the user
-    has switched off. torch itself puts cuDNN first when it chooses a kernel for the first time.
+    has switched off.
     """
     if (
         query.device.type != "cuda"
