@@ -43,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.run(parsed)
         sys.stdout.flush()
-    except (LogError, MissingExtraError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except BrokenPipeError:  # `| head` has seen enough; say nothing when the interpreter flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (LogError, MissingExtraError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     return code
 
 

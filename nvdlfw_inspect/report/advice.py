@@ -34,7 +34,9 @@ class Advice:
 
     @property
     def yaml(self) -> str:
-        """A section of a config file."""
+        """A section of a config file; empty if there is nothing to act on."""
+        if not self.act_on:
+            return ""
         subject = self.findings[0].subject
         level = "watch" if self.level is Level.WATCH else ""
         parts = (level, self.findings[0].rule.name, subject.statistic.recipe, subject.key.tensor)
@@ -78,7 +80,9 @@ def advise(verdicts: Verdicts) -> list[Advice]:
 
 
 def _group(finding: Finding) -> Group:
-    tensor = "" if finding.rule.name == "non-finite" else finding.subject.key.tensor
+    layer, tensor, _ = finding.subject.key
+    if finding.rule.name == "non-finite":
+        tensor = "" if tensor else layer  # one piece of advice for all tensors, and for each scalar
     return finding.rule.name, tensor, finding.subject.statistic.recipe
 
 
@@ -87,7 +91,7 @@ def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
     if advice:
         return advice[0].title
     run = verdicts.run
-    return f"Nothing stands out in {count_of(len(run.layers), 'layer')}"
+    return f"Nothing stands out in {count_of(run.layer_count, 'layer')}"
 
 
 def combined_yaml(advice: list[Advice]) -> str:
@@ -104,7 +108,9 @@ def combined_yaml(advice: list[Advice]) -> str:
 def _advice(findings: list[Finding]) -> Advice:
     worst = findings[0]
     told = TELL[worst.rule.name](findings)
-    layers = told.layers or list(dict.fromkeys(f.subject.key.layer for f in findings))
+    layers = told.layers
+    if layers is None:
+        layers = list(dict.fromkeys(f.subject.key.layer for f in findings))
     bad = worst.level is Level.BAD
     text = f"{told.cause} {told.remedy if bad or told.harmless else WATCH_IT}"
     wanted = told.features if bad else _logging(findings)
@@ -140,6 +146,10 @@ def _tell_not_finite(findings: list[Finding]) -> Told:
     first = findings[0]
     layer, tensor, statistic = first.subject.key
     what = "NaN" if first.value != first.value else "Infinity"
+    title = f"{what} in {layer} since step {first.step:,}"
+    if not tensor:
+        cause = "The program logs this value itself."
+        return Told(title, cause, "Look for the first layer that shows one.", {}, layers=[])
     cause = (
         f"First seen in {statistic} of {tensor}, in the order in which a step computes, and in"
         f" {_where(findings)} altogether."
@@ -158,7 +168,6 @@ def _tell_not_finite(findings: list[Finding]) -> Told:
         "end_step": first.step,
     }
     features = {"DisableFP8Layer": {}, "LogTensorStats": watch}
-    title = f"{what} in {layer} since step {first.step:,}"
     return Told(title, cause, remedy, features, layers=[layer])
 
 
@@ -304,4 +313,10 @@ def _scalar(value: Any) -> str:
     if not isinstance(value, str):
         return str(value)
     plain = PLAIN.fullmatch(value) and value.lower() not in RESERVED
-    return value if plain else json.dumps(value)
+    return value if plain else f'"{"".join(map(_escaped, value))}"'
+
+
+def _escaped(character: str) -> str:
+    """Escapes a character as YAML does; JSON has two escapes for one beyond U+FFFF."""
+    number = ord(character)
+    return json.dumps(character)[1:-1] if number < 0x10000 else f"\\U{number:08X}"

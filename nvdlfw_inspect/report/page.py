@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     page = report_html([judge(read_run(logdir, arguments.rank)) for logdir in logdirs])
     output = Path(arguments.output)
     try:
-        output.write_text(page, encoding="utf-8")
+        output.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise LogError(
             f"[report] expected a file that can be written, got {output}: {error.strerror}"
@@ -66,7 +66,7 @@ def report_html(verdicts: list[Verdicts]) -> str:
         level=first.level,
         runs=[(str(v.run.path), tally(v), extent(v)) for v in verdicts],
         advice=advice,
-        combined=combined_yaml(advice) if len(advice) > 1 else None,
+        combined=combined_yaml(advice) if sum(bool(a.act_on) for a in advice) > 1 else None,
         table=table_of(first, LIMIT),
         compared=compare(*verdicts) if len(verdicts) == 2 else None,
         common=any(key in verdicts[-1].by_key for key in first.by_key),
@@ -90,7 +90,7 @@ def compare(first: Verdicts, second: Verdicts) -> Table:
         for row in first.rows
         if row.key in second.by_key and second.by_key[row.key].level != row.level
     ]
-    both.sort(key=lambda pair: pair[1].level - pair[0].level)
+    both.sort(key=lambda pair: -abs(pair[1].level - pair[0].level))
     columns = [
         Column("verdict"),
         Column("in the other"),

@@ -20,12 +20,13 @@ from nvdlfw_inspect.report.statistic import Statistic
 
 FILE_NAME = "statistics_rank-R.jsonl"
 FILE = re.compile(r"statistics_rank-(\d+)\.jsonl")
-PLAN_FILES = "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-{rank}.log"
+PLAN_FILES = "nvdlfw_inspect_logs/nvdlfw_inspect_*globalrank-{rank}.log"  # * is a time, or nothing
 PLAN_LINE = re.compile(
     r"(?:^|- )INFO - (?P<layer>\S.*): Tensor: (?P<tensor>\w+), gemm (?P<gemm>\w+) - (?P<plan>.+)$"
 )
 HIGH_PRECISION = "High precision"
 LINES_AT_ONCE = 4096  # one call of json for several lines takes half the time
+NO_TENSOR = ("", "", "")  # layer, tensor and statistic of a scalar that the program logs itself
 SPELT_OUT = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
@@ -34,7 +35,10 @@ class LogError(ValueError):
 
 
 class Key(NamedTuple):
-    """Names a statistic of a tensor of a layer."""
+    """Names a statistic of a tensor of a layer.
+
+    A scalar that the program logs by itself has its name for a layer, and no tensor.
+    """
 
     layer: str
     tensor: str
@@ -49,12 +53,22 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def in_order(self) -> Series:
-        """Returns the series sorted by step; of equal steps (of a resumed run), the last one."""
+        """Returns the series sorted by step.
+
+        A step that is not larger than the one before begins a resumed run: what an earlier run
+        logged of that step, and of later ones, is left out.
+        """
         steps = self.steps
         if all(steps[i] < steps[i + 1] for i in range(len(steps) - 1)):
             return self
-        last = sorted(dict(zip(steps, self.values, strict=True)).items())
-        return Series(array("q", [s for s, _ in last]), array("d", [v for _, v in last]))
+        ordered = Series()
+        for step, value in zip(steps, self.values, strict=True):
+            while ordered.steps and ordered.steps[-1] >= step:
+                ordered.steps.pop()
+                ordered.values.pop()
+            ordered.steps.append(step)
+            ordered.values.append(value)
+        return ordered
 
 
 @dataclass
@@ -81,6 +95,11 @@ class Run:
         planned = dict.fromkeys(layer for layer, _, _ in self.plan)
         logged = dict.fromkeys(key.layer for key in self.series)
         return [n for n in planned if n in logged] + [n for n in logged if n not in planned]
+
+    @cached_property
+    def layer_count(self) -> int:
+        """How many layers have statistics of tensors."""
+        return len({key.layer for key in self.series if key.tensor})
 
     @cached_property
     def siblings(self) -> dict[tuple[str, str], dict[Statistic, Key]]:
@@ -122,7 +141,8 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
     run = Run(path, ranks=list(files))
     for number, file in files.items():
         _read_rank(run, number, file)
-        _read_plan(run, path / PLAN_FILES.format(rank=number))
+        for log in path.glob(PLAN_FILES.format(rank=number)):
+            _read_plan(run, log)
     if not run.records and not run.skipped:
         raise LogError(
             f"[report] expected statistics in {path / FILE_NAME}, got empty files: nothing was "
@@ -135,6 +155,11 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
             f"[report] expected lines like {example} in {path / FILE_NAME}, "
             f"got none ({run.skipped} damaged)"
         )
+    if not run.series:
+        raise LogError(
+            f"[report] expected values in {path / FILE_NAME}, got {run.empty} records of tensors"
+            " without elements"
+        )
     for ranks in run.series.values():
         for number, series in ranks.items():
             ranks[number] = series.in_order()
@@ -145,18 +170,19 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
 
 def _fold_copies(run: Run) -> None:
     """Keeps one of the ranks that have logged the same about a tensor."""
-    for tensor, keys in run.siblings.items():
+    of_tensor: dict[tuple[str, str], list[Key]] = {}
+    for key in run.series:
+        of_tensor.setdefault((key.layer, key.tensor), []).append(key)
+    for tensor, keys in of_tensor.items():
         by_content: dict[tuple[object, ...], list[int]] = {}
         for rank in run.ranks:
-            series = {
-                key: run.series[key][rank] for key in keys.values() if rank in run.series[key]
-            }
+            series = {key: run.series[key][rank] for key in keys if rank in run.series[key]}
             if series:
                 content = ((k, s.steps.tobytes(), s.values.tobytes()) for k, s in series.items())
                 by_content.setdefault(tuple(content), []).append(rank)
         run.copies[tensor] = {ranks[0]: ranks for ranks in by_content.values()}
         first = run.copies[tensor]
-        for key in keys.values():
+        for key in keys:
             run.series[key] = {r: s for r, s in run.series[key].items() if r in first}
 
 
@@ -185,6 +211,9 @@ def _read_rank(run: Run, rank: int, file: Path) -> None:
         try:
             key = record["layer"], record["tensor"], record["statistic"]
             series = found.get(key)
+            if key == NO_TENSOR:
+                key = record["name"], "", "value"
+                series = found.get(key)
             if series is None:
                 series = found[_checked(key)] = Series()
             value = record["value"]
@@ -214,7 +243,7 @@ def _objects(file: Path) -> Iterator[Any]:
         while chunk := list(islice(lines, LINES_AT_ONCE)):
             try:
                 parsed = json.loads(b"[" + b",".join(chunk) + b"]")
-            except ValueError:
+            except (ValueError, RecursionError):
                 parsed = [_object(line) for line in chunk if line.strip()]
             yield from parsed
 
@@ -222,17 +251,18 @@ def _objects(file: Path) -> Iterator[Any]:
 def _object(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 def _read_plan(run: Run, file: Path) -> None:
-    if not file.is_file():
-        return
+    """Reads in which precision GEMMs ran; high precision if no line says anything else."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if ": Tensor: " in line and (match := PLAN_LINE.search(line)):
-                run.plan[match["layer"], match["tensor"], match["gemm"]] = match["plan"].strip()
+                gemm, plan = (match["layer"], match["tensor"], match["gemm"]), match["plan"].strip()
+                if plan != HIGH_PRECISION or gemm not in run.plan:
+                    run.plan[gemm] = plan
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -43,10 +43,15 @@ class Subject:
     series: Series
     statistic: Statistic
 
-    def beside(self, base: str, recipe: str = "") -> Series | None:
-        """Returns another statistic of the same tensor and rank, or None if it was not logged."""
+    def beside(self, base: str, recipe: str = "", columnwise: bool | None = None) -> Series | None:
+        """Returns another statistic of the same tensor and rank, or None if it was not logged.
+
+        It is that of column-wise values if this one is; `columnwise` says otherwise.
+        """
         of_tensor = self.run.siblings[self.key.layer, self.key.tensor]
-        key = of_tensor.get(Statistic(base, recipe, self.statistic.columnwise))
+        if columnwise is None:
+            columnwise = self.statistic.columnwise
+        key = of_tensor.get(Statistic(base, recipe, columnwise))
         return self.run.series[key].get(self.rank) if key else None
 
     @property
@@ -222,14 +227,15 @@ def all_zero(rule: Rule, subject: Subject) -> Finding | None:
 
 def noisy(rule: Rule, subject: Subject) -> Finding | None:
     """Too little signal above the rounding error: 10 log10((std^2 + mean^2) / mse), in dB."""
-    std, mean = subject.beside("std"), subject.beside("mean")
+    std, mean = (subject.beside(name, columnwise=False) for name in ("std", "mean"))
     if std is None or subject.is_what_if or not subject.fp8_gemms:
         return None
     spread = dict(zip(std.steps, std.values, strict=True))
     centre = dict(zip(mean.steps, mean.values, strict=True)) if mean else {}
     found = []
     for i, (step, mse) in enumerate(zip(subject.series.steps, subject.series.values, strict=True)):
-        power = spread.get(step, math.nan) ** 2 + centre.get(step, 0.0) ** 2
+        # A float overflows to infinity when multiplied, and raises when squared by `**`.
+        power = sum(v * v for v in (spread.get(step, math.nan), centre.get(step, 0.0)))
         if 0 < mse < math.inf and 0 < power < math.inf:
             found.append((10 * math.log10(power / mse), i))
     if not found or (worst := min(found))[0] >= rule.watch:

@@ -8,7 +8,7 @@ from typing import IO
 
 from nvdlfw_inspect.report.advice import advise, headline
 from nvdlfw_inspect.report.extras import MissingExtraError, require
-from nvdlfw_inspect.report.records import read_run
+from nvdlfw_inspect.report.records import LogError, read_run
 from nvdlfw_inspect.report.rules import Level
 from nvdlfw_inspect.report.table import Table, extent, table_of, tally
 from nvdlfw_inspect.report.verdicts import Verdicts, judge
@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the summary and returns the exit code."""
+    if arguments.limit < 0:
+        raise LogError(f"[summary] expected --limit of at least 0, got {arguments.limit}")
     verdicts = judge(read_run(arguments.logdir, arguments.rank))
     print_summary(verdicts, arguments.limit)
     if arguments.fail_over is None:
@@ -83,22 +85,27 @@ class _Plain:
 
     def line(self, text: str, first: str = "", style: str = "") -> None:
         """Writes a line; the style is for terminals."""
-        print(first + text, file=self._file)
+        self._print(first + text)
 
     def table(self, table: Table) -> None:
         """Writes a table, columns of numbers to the right."""
         lines = [[column.title for column in table.columns], *table.rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        lines.insert(1, ["\u2500" * width for width in widths])
-        print(file=self._file)
+        lines.insert(1, ["-" * width for width in widths])
+        self._print("")
         for cells in lines:
             sides = zip(cells, widths, table.columns, strict=True)
             padded = (
                 cell.rjust(width) if column.numeric else cell.ljust(width)
                 for cell, width, column in sides
             )
-            print(f" {'   '.join(padded)}".rstrip(), file=self._file)
-        print(file=self._file)
+            self._print(f" {'   '.join(padded)}".rstrip())
+        self._print("")
+
+    def _print(self, text: str) -> None:
+        """Prints a line; what the encoding of the file does not have is escaped."""
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._file)
 
 
 class _Rich:

@@ -89,7 +89,7 @@ def tally(verdicts: Verdicts) -> str:
     """Returns a line with the number of series at each level."""
     run, counts = verdicts.run, verdicts.counts
     found = ", ".join(f"{counts[level]:,} {level.word}" for level in sorted(Level, reverse=True))
-    return f"{found}: {len(verdicts.rows):,} series of {count_of(len(run.layers), 'layer')}"
+    return f"{found}: {len(verdicts.rows):,} series of {count_of(run.layer_count, 'layer')}"
 
 
 def extent(verdicts: Verdicts) -> str:

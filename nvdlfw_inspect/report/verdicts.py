@@ -102,16 +102,15 @@ def _findings(run: Run, key: Key, rank: int, series: Series) -> list[Finding]:
 
 
 def _row(key: Key, ranks: dict[int, Series], worst: Finding | None) -> Row:
+    statistic = Statistic.parse(key.statistic)
     if worst:
         rank = worst.subject.rank
         series = ranks[rank]
-        value, step = worst_value(series, Statistic.parse(key.statistic))
+        value, step = worst_value(series, statistic)
     else:
-        value, step, rank = max(
-            ((*worst_value(s, Statistic.parse(key.statistic)), rank) for rank, s in ranks.items()),
-            key=lambda found: abs(found[0]),
-        )
-        series = ranks[rank]
+        worst_of = {r: worst_value(s, statistic) for r, s in ranks.items()}
+        rank = max(ranks, key=lambda r: _size(worst_of[r][0], statistic))
+        series, (value, step) = ranks[rank], worst_of[rank]
     level = worst.level if worst else Level.OK
     return Row(key, rank, series.values[-1], value, step, level, worst)
 
@@ -128,5 +127,10 @@ def worst_value(series: Series, statistic: Statistic) -> tuple[float, int]:
         for i, v in enumerate(values):
             if not math.isfinite(v):
                 return v, series.steps[i]
-    value = low if statistic.base == "scale_inv_min" or -low > high else high
+    value = max(high, low, key=lambda v: _size(v, statistic))
     return value, series.steps[values.index(value)]
+
+
+def _size(value: float, statistic: Statistic) -> float:
+    """What makes a value the worst one: its magnitude, but for `scale_inv_min`."""
+    return -value if statistic.base == "scale_inv_min" else abs(value)

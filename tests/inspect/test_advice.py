@@ -283,3 +283,17 @@ def test_names_survive_yaml(name: str) -> None:
     text = to_yaml(config)
     assert yaml.safe_load(text) == config
     assert _engine.parse_yaml(text.encode(), "names.yaml") == config
+
+
+@pytest.mark.parametrize("layer", ["model.\U0001f680.fc1", "\x85\u2028", "a\\ud83d\\ude80"])
+def test_names_beyond_ascii_are_escaped_as_yaml_does(tmp_path: Path, layer: str) -> None:
+    (piece,) = advice_on(write_series(tmp_path, [20.0] * 3, statistic="underflows%", layer=layer))
+    (section,) = load(piece.yaml).values()
+    assert section["layers"]["exact_layer_names"] == [layer]
+
+
+def test_a_scalar_of_the_program_has_no_layer_to_act_on(tmp_path: Path) -> None:
+    rows = [{**record(0, "", "", "", v), "name": n} for n, v in (("loss", math.nan), ("lr", 1.0))]
+    (piece,) = pieces = advice_on(write_records(tmp_path, rows))
+    assert piece.title == "NaN in loss since step 0"
+    assert (piece.yaml, combined_yaml(pieces)) == ("", "")

@@ -14,7 +14,7 @@ from synthetic_run import ill, record, write_records, write_run, write_series
 from nvdlfw_inspect.__main__ import main
 from nvdlfw_inspect.report import charts
 from nvdlfw_inspect.report.charts import columns_for, payload
-from nvdlfw_inspect.report.page import report_html
+from nvdlfw_inspect.report.page import compare, report_html
 from nvdlfw_inspect.report.records import read_run
 from nvdlfw_inspect.report.verdicts import judge
 
@@ -183,3 +183,13 @@ def test_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     write_series(tmp_path, [1.0])
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "r.html")]) == 2
     assert "expected a file that can be written" in capsys.readouterr().err
+
+
+def test_the_largest_differences_of_two_runs_come_first(tmp_path: Path) -> None:
+    shares = ({"a": 3.0, "b": 0.0}, {"a": 0.0, "b": 20.0})
+    runs = []
+    for number, layers in enumerate(shares):
+        rows = [record(0, n, "gradient", "underflows%", v) for n, v in layers.items()]
+        runs.append(judge(read_run(write_records(tmp_path / str(number), rows))))
+    for both in (runs, runs[::-1]):
+        assert [row[2] for row in compare(*both).rows] == ["b", "a"]

@@ -60,6 +60,7 @@ def test_run_that_goes_on_after_a_truncated_line(tmp_path: Path) -> None:
         '{"iteration": 3, "layer": ["a"], "tensor": "b", "statistic": "c", "value": 1}',
         '{"iteration": 3, "layer": "a", "tensor": "b", "statistic": "c", "value": "many"}',
         "\x00\x00\x00",
+        "[" * 100_000,
     ],
 )
 def test_lines_of_another_kind_are_skipped_and_counted(tmp_path: Path, line: str) -> None:
@@ -85,6 +86,26 @@ def test_resumed_run_overwrites_its_steps(tmp_path: Path) -> None:
     assert list(series.values) == [1.0, 20.0, 30.0, 40.0]
 
 
+def test_steps_that_a_resumed_run_has_not_reached_are_left_out(tmp_path: Path) -> None:
+    rows = [(0, 1.0), (1, 2.0), (2, math.nan), (3, math.nan), (1, 20.0), (2, 30.0)]
+    series = read_run(write_records(tmp_path, [record(i, *KEY, v) for i, v in rows])).series[KEY][0]
+    assert list(series.steps) == [0, 1, 2]
+    assert list(series.values) == [1.0, 20.0, 30.0]
+
+
+def test_scalars_of_the_program_have_their_names(tmp_path: Path) -> None:
+    rows = [{**record(0, "", "", "", v), "name": n} for n, v in (("loss", 9.0), ("lr", 0.5))]
+    run = read_run(write_records(tmp_path, [*rows, record(0, *KEY, 1.0)]))
+    values = {key: list(ranks[0].values) for key, ranks in run.series.items()}
+    assert values == {Key("loss", "", "value"): [9.0], Key("lr", "", "value"): [0.5], KEY: [1.0]}
+    assert run.layer_count == 1
+
+
+def test_tensors_without_elements_alone(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="got 2 records of tensors without elements"):
+        read_run(write_series(tmp_path, [None, None]))
+
+
 def test_ranks(tmp_path: Path) -> None:
     for rank in (0, 2, 10):
         write_records(tmp_path, [record(0, *KEY, float(rank))], rank)
@@ -106,6 +127,22 @@ def test_plan_gives_precision_and_order(tmp_path: Path) -> None:
     assert run.layers == names
     assert run.plan[names[0], "activation", "fprop"] == "High precision"
     assert run.plan[names[0], "activation", "wgrad"] == "FP8 quantization"
+
+
+@pytest.mark.parametrize("name", ["", "2026-11-29_10-00-00_"])
+def test_a_gemm_that_also_ran_in_fp8_did_not_run_in_high_precision(tmp_path: Path, name) -> None:
+    """The name of the debug log may have the time of its start."""
+    write_series(tmp_path, [1.0])
+    logs = tmp_path / "nvdlfw_inspect_logs"
+    logs.mkdir()
+    line = f"INFO - {KEY.layer}: Tensor: gradient, gemm {{}} - {{}}\n"
+    fp8, high = "FP8 quantization", "High precision"
+    plans = [("dgrad", fp8), ("dgrad", high), ("wgrad", high)]
+    log = logs / f"nvdlfw_inspect_{name}globalrank-0.log"
+    log.write_text("".join(line.format(*plan) for plan in plans))
+    plan = read_run(tmp_path).plan
+    assert plan[KEY.layer, "gradient", "dgrad"] == fp8
+    assert plan[KEY.layer, "gradient", "wgrad"] == high
 
 
 def test_missing_and_empty_directories(tmp_path: Path) -> None:
@@ -169,3 +206,14 @@ def test_ranks_that_log_the_same_stand_for_each_other(tmp_path: Path) -> None:
     for statistic in "ab":
         assert list(run.series[Key(layer, tensor, statistic)]) == [0, 1]
     assert run.ranks == [0, 1, 2]
+
+
+def test_ranks_that_differ_in_one_of_several_block_sizes(tmp_path: Path) -> None:
+    layer, tensor, _ = KEY
+    names = [f"max_blockwise_dynamic_range_block_size_{size}_dims_1" for size in (16, 32)]
+    for rank in (0, 1):
+        values = zip(names, (1.0 + rank, 5.0), strict=True)
+        write_records(tmp_path, [record(0, layer, tensor, *value) for value in values], rank)
+    run = read_run(tmp_path)
+    assert run.copies == {(layer, tensor): {0: [0], 1: [1]}}
+    assert all(list(ranks) == [0, 1] for ranks in run.series.values())

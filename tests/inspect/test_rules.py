@@ -175,6 +175,27 @@ def test_noise_counts_the_mean_as_signal(tmp_path: Path) -> None:
     assert found.by_key[Key(LAYER, "weight", "mse")].level is OK  # 26 dB
 
 
+def test_noise_of_column_wise_values(tmp_path: Path) -> None:
+    """The statistics of the signal know no columns."""
+    series = {"std": [1.0] * 3, "mse_columnwise": [1.0] * 3}
+    judged = judged_together(tmp_path, {(LAYER, "weight", s): v for s, v in series.items()})
+    assert judged.by_key[Key(LAYER, "weight", "mse_columnwise")].level is BAD
+
+
+def test_noise_beside_a_signal_whose_power_is_no_float(tmp_path: Path) -> None:
+    series = {"std": [1e200] * 3, "mse": [1.0] * 3}
+    assert (
+        judged_together(tmp_path, {(LAYER, "weight", s): v for s, v in series.items()}).level is OK
+    )
+
+
+def test_the_least_of_the_smallest_scales_is_the_worst(tmp_path: Path) -> None:
+    for rank, value in enumerate((1e-3, 1e-6, 5.0)):
+        write_records(tmp_path, [record(0, LAYER, "weight", "scale_inv_min", value)], rank)
+    (row,) = judge(read_run(tmp_path)).rows
+    assert (row.extreme, row.rank) == (1e-6, 1)
+
+
 def test_worst_rank_decides(tmp_path: Path) -> None:
     for rank, share in ((0, 0.1), (1, 20.0), (2, 3.0)):
         records = [record(i, LAYER, "weight", "underflows%", share) for i in range(3)]

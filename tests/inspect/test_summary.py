@@ -4,7 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -124,6 +124,24 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("[report] expected a log directory that holds statistics_rank-R.jsonl")
 
 
+def test_a_log_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "statistics_rank-0.jsonl").mkdir()
+    assert summary(tmp_path, "--fail-over", "bad") == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_a_negative_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary(write_series(tmp_path, [1.0]), "--limit", "-1") == 2
+    assert "expected --limit of at least 0, got -1" in capsys.readouterr().err
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    terminal = TextIOWrapper(BytesIO(), encoding="ascii", write_through=True)
+    run = read_run(write_series(tmp_path, [1.0], layer="schön\ud800"))
+    print_summary(judge(run), file=terminal)
+    assert b"sch\\xf6n\\ud800" in terminal.buffer.getvalue()
+
+
 @pytest.mark.parametrize("module", ["plotly", "jinja2"])
 def test_missing_extra(
     tmp_path: Path,
@@ -166,7 +184,7 @@ def test_the_summary_needs_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     first, *_, header, rule, row, _, _ = pipe.getvalue().splitlines()
     assert first == "bad   Up to 20 % of the gradient becomes zero in model.0.fc1"
     assert header.split()[:4] == ["verdict", "layer", "tensor", "statistic"]
-    assert set(rule) == {" ", "\u2500"}
+    assert set(rule) == {" ", "-"}
     assert row.split()[:3] == ["bad", "model.0.fc1", "gradient"]
     assert row.index("20.00") + 5 == header.index("last") + 4  # numbers end where their titles do
 
