@@ -142,6 +142,8 @@ def _layers_of(factory: str) -> list[str]:
         raise ValueError(f"expected --model MODULE:FACTORY, got {factory!r}")
     sys.path.insert(0, "")
     model: Any = getattr(importlib.import_module(module_name), name)()
+    if not hasattr(model, "modules"):
+        raise TypeError(f"expected {factory} to return a torch.nn.Module, got {model!r}")
     names = _names(model)
     if any(UNNAMED.match(name) for name in names):
         assign_layer_names(model, lambda _: None)

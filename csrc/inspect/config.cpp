@@ -88,6 +88,7 @@ class Loader {
       if (is_namespace(name)) {
         load_namespace(key, node, path.at(name));
       } else if (find_rule(rules_, kBase, name)) {
+        warn_of_namesake(key.mark, name, path.at(name));
         load_feature(kBase, key, node, path.at(name));
       } else if (!empty_above) {
         path.at(name).mistake(key.mark, unknown_key(name));
@@ -143,6 +144,24 @@ class Loader {
     return "unknown feature: " + expected_one_of(names, name, older);
   }
 
+  // The first namespace but base that has a feature of this name; empty if none has.
+  std::string namespace_of(std::string_view name) const {
+    std::string found;
+    for (const FeatureRule& rule : rules_) {
+      const bool first = found.empty() || rule.ns < found;
+      if (rule.ns != kBase && first && find_rule(rules_, rule.ns, name)) found = rule.ns;
+    }
+    return found;
+  }
+
+  void warn_of_namesake(Mark mark, const std::string& name, const ConfigPath& path) const {
+    const std::string ns = namespace_of(name);
+    if (ns.empty()) return;
+    path.warn(mark, concat("expected a namespace around a feature that two namespaces have, got "
+                           "none: acts only where the program calls it; write '",
+                           ns, ": {", name, ": ...}' for GEMMs, or 'base: {", name, ": ...}'"));
+  }
+
   // A key of a section that is neither a namespace nor a feature of the base namespace.
   std::string unknown_key(const std::string& name) const {
     std::vector<std::string> known = {"enabled", "layers"};
@@ -151,11 +170,9 @@ class Loader {
       if (rule.ns != kBase) namespaces.insert(rule.ns);  // its features need no namespace around
     }
     known.insert(known.end(), namespaces.begin(), namespaces.end());
-    for (const std::string& ns : namespaces) {
-      if (find_rule(rules_, ns, name)) {
-        return concat("expected a namespace around the feature ", name,
-                      ", got none; did you mean '", ns, ": {", name, ": ...}'?");
-      }
+    if (const std::string ns = namespace_of(name); !ns.empty()) {
+      return concat("expected a namespace around the feature ", name, ", got none; did you mean '",
+                    ns, ": {", name, ": ...}'?");
     }
     return "unknown namespace or feature: " + expected_one_of(known, name);
   }

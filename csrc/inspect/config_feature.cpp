@@ -290,7 +290,7 @@ class WholeCheck {
     }
     if (text.empty()) return;
     path_.warn(use_.mark, "expected operands of the GEMMs, got " + text +
-                              ", which those GEMMs do not take: ignored");
+                              ", which those GEMMs do not take: those stay as they are");
   }
 
   void check_one(const Node& config) {

@@ -106,6 +106,9 @@ Selector read_selector(const Node& layers, const ConfigPath& path, const RegexSe
       inner.mistake(key.mark, "expected at least one value, got none");
     } else if (name == "layer_types") {
       selector.layer_types = strings(node, inner);
+      if (as_list(node).empty()) {
+        inner.warn(node.mark, "expected at least one word, got []: selects every layer");
+      }
     } else if (name == "layer_numbers") {
       read_numbers(node, inner, selector);
     } else {

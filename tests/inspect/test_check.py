@@ -216,13 +216,22 @@ def test_sections_that_clash_on_a_layer_of_the_model(
 
 @pytest.mark.parametrize(
     "model",
-    ["no_colon", "no_name:", "../a_path.py:build", "no_such_module:build", "json:no_such_function"],
+    [
+        "no_colon",
+        "no_name:",
+        "../a_path.py:build",
+        "no_such_module:build",
+        "json:no_such_function",
+        "os:getcwd",
+    ],
 )
 def test_an_unusable_argument_exits_with_2(
     folder: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(folder, CONFIG, "--model", model) == 2
-    assert capsys.readouterr().err.startswith("check: ")
+    problem = capsys.readouterr().err
+    expected = "check: expected os:getcwd to return a torch.nn.Module, got "
+    assert problem.startswith(expected if model == "os:getcwd" else "check: ")
     missing = str(folder / "missing.yaml")
     assert main(["check", missing]) == 2
     assert capsys.readouterr().err == f"check: {missing}: No such file or directory\n"

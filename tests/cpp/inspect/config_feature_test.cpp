@@ -166,9 +166,9 @@ TEST(FeatureConfig, NamesThatLayersDoNotHaveWarn) {
             "(warning) c.yaml:5:56: s.transformer_engine.Custom.tensors[0]: expected one of "
             "activation, weight, gradient, output, wgrad, dgrad, got 'act'; did you mean "
             "'activation'?\n");
-  EXPECT_EQ(found("LogTensorStats: {", "gemms: [forward], tensors: [act]"), "");
-  EXPECT_NE(found("LogTensorStats: {", "tensors: wieght").find("did you mean 'weight'?"),
-            std::string::npos);
+  const std::string base = "base:\n    LogTensorStats: {";
+  EXPECT_EQ(found(base, "gemms: [forward], tensors: [act]"), "");
+  EXPECT_NE(found(base, "tensors: wieght").find("did you mean 'weight'?"), std::string::npos);
 }
 
 TEST(FeatureConfig, SchedulesAreChecked) {
@@ -253,7 +253,7 @@ TEST(FeatureConfig, PairsThatAreNoOperandsWarnOnce) {
   EXPECT_EQ(problems(text),
             "(warning) c.yaml:5:5: s.transformer_engine.PerTensorScaling: expected operands of the "
             "GEMMs, got "
-            "activation in dgrad, which those GEMMs do not take: ignored\n");
+            "activation in dgrad, which those GEMMs do not take: those stay as they are\n");
   EXPECT_EQ(said(text, "dgrad", "weight"), "margin=1 gemm='dgrad' tensor='weight' ");
   EXPECT_EQ(said(text, "dgrad", "activation"), "-");
   EXPECT_EQ(said(text, "fprop", "weight"), "-");
@@ -266,7 +266,7 @@ TEST(FeatureConfig, ListsNameAllPairsThatThereAre) {
   EXPECT_EQ(
       problems(with_feature("PerTensorScaling", "gemms: [fprop, dgrad], tensors: [activation]")),
       "(warning) c.yaml:5:5: s.transformer_engine.PerTensorScaling: expected operands of the "
-      "GEMMs, got activation in dgrad, which those GEMMs do not take: ignored\n");
+      "GEMMs, got activation in dgrad, which those GEMMs do not take: those stay as they are\n");
   const std::string structs =  // here a pair is written by hand
       "gemms_struct: [{gemm: fprop, tensors: [activation]}, "
       "{gemm: dgrad, tensors: [activation, gradient]}]";

@@ -87,6 +87,18 @@ TEST(Config, DisabledPartsOnlyWarn) {
       << "a bare feature is of the base namespace";
 }
 
+TEST(Config, AFeatureOfTwoNamespacesWarnsWhereItIsBare) {
+  const auto found = [](std::string_view feature) {
+    return problems(concat("a: {enabled: yes, layers: {layer_types: x}, ", feature, "}"));
+  };
+  EXPECT_EQ(found("base: {LogTensorStats: {enabled: yes}}"), "");
+  EXPECT_EQ(found("LogTensorStats: {enabled: yes}"),
+            "(warning) c.yaml:1:45: a.LogTensorStats: expected a namespace around a feature that "
+            "two namespaces have, got none: acts only where the program calls it; write "
+            "'transformer_engine: {LogTensorStats: ...}' for GEMMs, or 'base: {LogTensorStats: "
+            "...}'\n");
+}
+
 TEST(Config, UnknownFeaturesAreSuggested) {
   const auto found = [](const char* name) { return problems(with_feature(name, "gemms: fprop")); };
   EXPECT_EQ(found("DisableFp8Gemm"), "") << "an alias";
@@ -115,7 +127,9 @@ TEST(Config, SelectorMistakes) {
     has(concat("{", key, ": }"),
         concat("4:12: s.layers.", key, ": expected at least one value, got none"));
   }
-  EXPECT_EQ(selector_problems("{layer_types: []}"), "") << "all layers";
+  has("{layer_types: []}",
+      "(warning) c.yaml:4:25: s.layers.layer_types: expected at least one word, got []: selects "
+      "every layer");
   has("{layer_types: [fc1, 2]}", "4:31: s.layers.layer_types[1]: expected a string, got 2");
   has("{layer_name_regex_pattern: '('}", "expected a regular expression of Python, got '(': ");
   has("{layer_name_regex_pattern: [a]}", "expected a regular expression, got ['a']");

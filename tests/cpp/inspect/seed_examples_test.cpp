@@ -95,7 +95,7 @@ TEST(SeedExamples, Precision) {
   EXPECT_EQ(due(load_example("per_tensor_scaling",
                              "(warning) c.yaml:6:7: example_per_tensor_scaling.transformer_engine."
                              "PerTensorScaling: expected operands of the GEMMs, got activation in "
-                             "dgrad, which those GEMMs do not take: ignored\n"),
+                             "dgrad, which those GEMMs do not take: those stay as they are\n"),
                 true),
             Counts({{"layernorm_qkv dgrad weight", 121}}));
 }
