@@ -92,6 +92,11 @@ void LogFile::end_torn_line() {
 void LogFile::add(std::string_view line) {
   unwritten_ += line;
   if (unwritten_.size() <= kBound) return;
+  flush();
+  if (unwritten_.size() > kBound) drop_oldest();
+}
+
+void LogFile::drop_oldest() {
   const size_t begin =
       inside_line_ ? unwritten_.find('\n') + 1 : 0;  // a line that has begun must be ended
   size_t end = begin;

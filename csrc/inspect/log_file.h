@@ -17,7 +17,8 @@ class LogFile {
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
 
-  // Buffers a line, which must end in a newline. Beyond the bound the oldest lines are dropped.
+  // Buffers a line, which must end in a newline. Beyond the bound the buffer is written; the oldest
+  // lines of what cannot be written are dropped.
   void add(std::string_view line);
 
   // Writes the buffer. Returns false if a part could not be written: it stays buffered, and error()
@@ -44,6 +45,7 @@ class LogFile {
   void lock();
   void end_torn_line();
   void replace_removed();
+  void drop_oldest();
 
   const std::string path_;
   const int process_;  // a forked child does not write files of its parent

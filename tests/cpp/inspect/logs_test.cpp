@@ -269,6 +269,16 @@ TEST_F(LogsTest, RefusesADirectoryThatAnotherProcessLogsTo) {
   EXPECT_FALSE(refused());
 }
 
+TEST_F(LogsTest, WritesBetweenFlushesWhatIsBeyondTheBound) {
+  LogFile file(folder / "f", false);
+  const std::string line(1023, 'x');
+  constexpr size_t kLines = 2 * LogFile::kBound / 1024;
+  for (size_t i = 0; i < kLines; ++i) file.add(line + "\n");
+  EXPECT_TRUE(file.flush());
+  EXPECT_EQ(file.dropped(), 0u);
+  EXPECT_EQ(read(folder / "f").size(), kLines * 1024);
+}
+
 TEST_F(LogsTest, KeepsTheNewestLinesUpToTheBound) {
   LogFile file(folder / "f", false);
   const std::string line(1023, 'x');
