@@ -1,12 +1,15 @@
 #include "inspect/log_file.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "core/error.h"
@@ -15,27 +18,62 @@ namespace te::inspect {
 
 namespace {
 
+// A lock of the process would end when the process reads and closes the file elsewhere.
 bool set_lock(int file, short kind) {
+#ifdef F_OFD_SETLK
+  constexpr int kCommand = F_OFD_SETLK;
+#else
+  constexpr int kCommand = F_SETLK;
+#endif
   struct flock whole_file {};
   whole_file.l_type = kind;
   whole_file.l_whence = SEEK_SET;
-  return fcntl(file, F_SETLK, &whole_file) == 0;
+  return fcntl(file, kCommand, &whole_file) == 0;
+}
+
+// The files that this process has open. Forked children close theirs at once: a file stays locked
+// until its last copy is closed, and children may outlive their parent.
+std::mutex g_mutex;
+std::set<int*> g_open;
+
+void close_all() {
+  for (int* file : g_open) close(std::exchange(*file, -1));
+  g_open.clear();
+  g_mutex.unlock();
+}
+
+[[maybe_unused]] const int g_at_fork =
+    pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, close_all);
+
+void remember(int& file) {
+  const std::lock_guard lock(g_mutex);
+  g_open.insert(&file);
+}
+
+void forget(int& file) {
+  const std::lock_guard lock(g_mutex);
+  g_open.erase(&file);
 }
 
 }  // namespace
 
-LogFile::LogFile(std::string path, bool append) : path_(std::move(path)), process_(getpid()) {
+LogFile::LogFile(std::string path) : path_(std::move(path)) {
   open_file();
   lock();
-  if (append)
-    end_torn_line();
-  else if (ftruncate(file_, 0) != 0)
-    error_ = std::strerror(errno);
+  remember(file_);
 }
 
 LogFile::~LogFile() {
   flush();
+  forget(file_);
   close(file_);
+}
+
+void LogFile::begin(bool append) {
+  if (append)
+    end_torn_line();
+  else if (ftruncate(file_, 0) != 0)
+    error_ = std::strerror(errno);
 }
 
 void LogFile::open_file() {
@@ -49,9 +87,8 @@ void LogFile::open_file() {
           path_, ": ", std::strerror(errno));
 }
 
-// Two writers would truncate each other's files and tear each other's lines. The lock is one of the
-// process: forked children do not keep it when their parent dies. Where there are no locks, nothing
-// is refused.
+// Two writers would truncate each other's files and tear each other's lines. Where there are no
+// locks, nothing is refused.
 void LogFile::lock() {
   if (set_lock(file_, F_WRLCK) || (errno != EAGAIN && errno != EACCES)) return;
   close(file_);
@@ -60,7 +97,7 @@ void LogFile::lock() {
 }
 
 void LogFile::synchronize() {
-  if (getpid() == process_) fdatasync(file_);  // pipes and the like cannot, and need not
+  if (file_ >= 0) fdatasync(file_);  // pipes and the like cannot, and need not
 }
 
 void LogFile::release() { set_lock(file_, F_UNLCK); }
@@ -108,7 +145,7 @@ void LogFile::drop_oldest() {
 }
 
 bool LogFile::flush() {
-  if (getpid() != process_) {
+  if (file_ < 0) {
     unwritten_.clear();
     return true;
   }

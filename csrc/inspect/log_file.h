@@ -10,12 +10,15 @@ namespace te::inspect {
 
 class LogFile {
  public:
-  // Creates the parent folders. With `append`, keeps the content, and ends a last line without a
-  // newline. Throws Error (Value) if the file cannot be written or another process writes it.
-  LogFile(std::string path, bool append);
+  // Creates the parent folders, and locks the file. Throws Error (Value) if the file cannot be
+  // written or another process writes it.
+  explicit LogFile(std::string path);
   ~LogFile();
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
+
+  // To be called first. With `append`, keeps the content, and ends a last line without a newline.
+  void begin(bool append);
 
   // Buffers a line, which must end in a newline. Beyond the bound the buffer is written; the oldest
   // lines of what cannot be written are dropped.
@@ -38,7 +41,7 @@ class LogFile {
   size_t dropped() const { return dropped_; }             // lines
   size_t unwritten() const { return unwritten_.size(); }  // bytes
 
-  static constexpr size_t kBound = 16 << 20;  // bytes buffered while writing fails
+  static constexpr size_t kBound = 16 << 20;  // bytes buffered
 
  private:
   void open_file();
@@ -48,8 +51,7 @@ class LogFile {
   void drop_oldest();
 
   const std::string path_;
-  const int process_;  // a forked child does not write files of its parent
-  int file_ = -1;
+  int file_ = -1;             // also in forked children, which do not write files of their parent
   bool inside_line_ = false;  // a part of the first buffered line has been written
   std::string unwritten_;
   std::string error_;

@@ -76,12 +76,14 @@ Logs::Logs(LogOptions options, Clock clock)
   const std::string stamp = options_.stamp.empty() ? "" : options_.stamp + "_";
   const std::string text = concat("nvdlfw_inspect_", stamp, "globalrank-", options_.rank, ".log");
   const std::string root = options_.directory + "/";
-  messages_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_logs/" + text, options_.append_text);
-  if (!options_.statistics) return;
-  statistics_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_statistics_logs/" + text,
-                                          options_.append_text);
-  rows_ = std::make_unique<LogFile>(concat(root, "statistics_rank-", options_.rank, ".jsonl"),
-                                    options_.append_rows);
+  messages_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_logs/" + text);
+  if (options_.statistics) {
+    statistics_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_statistics_logs/" + text);
+    rows_ = std::make_unique<LogFile>(concat(root, "statistics_rank-", options_.rank, ".jsonl"));
+  }
+  for (LogFile* file : files()) {  // all are locked: what they hold is an earlier session's
+    if (file) file->begin(file == rows_.get() ? options_.append_rows : options_.append_text);
+  }
 }
 
 std::string Logs::stamped(int level, const std::string& text) const {

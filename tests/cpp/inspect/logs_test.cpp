@@ -3,12 +3,14 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -248,29 +250,70 @@ TEST_F(LogsTest, GoesOnInNewFilesWhereSomebodyRemovedThem) {
   EXPECT_EQ(logs.flush(), std::nullopt);
 }
 
+// Runs in a process of its own; returns its exit status.
+int in_child(const std::function<int()>& run) {
+  const pid_t child = fork();
+  if (child == 0) _exit(run());
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WEXITSTATUS(status);
+}
+
+bool refused(const LogOptions& options) {
+  return in_child([&] {
+           try {
+             Logs other(options);
+           } catch (const Error& error) {
+             return std::string(error.what()).find("no other process") == std::string::npos ? 2 : 1;
+           }
+           return 0;
+         }) == 1;
+}
+
 TEST_F(LogsTest, RefusesADirectoryThatAnotherProcessLogsTo) {
-  const auto refused = [&] {  // in a process of its own
-    const pid_t child = fork();
-    if (child == 0) {
-      try {
-        Logs other(options());
-      } catch (const Error& error) {
-        _exit(std::string_view(error.what()).find("no other process") != std::string_view::npos);
-      }
-      _exit(2);
-    }
-    int status = 0;
-    waitpid(child, &status, 0);
-    return WEXITSTATUS(status) == 1;
-  };
   Logs logs(options());
-  EXPECT_TRUE(refused());
+  EXPECT_TRUE(refused(options()));
+  for (const std::string& file : {messages, statistics, rows}) read(file);
+  EXPECT_TRUE(refused(options())) << "also after this process has read the files";
+  in_child([&] { return logs.finish() ? 1 : 0; });
+  EXPECT_TRUE(refused(options())) << "also after a forked child has left the session";
   logs.finish();
-  EXPECT_FALSE(refused());
+  EXPECT_FALSE(refused(options()));
+}
+
+TEST_F(LogsTest, ForkedChildrenThatOutliveTheirParentLockNothing) {
+  int ends[2];
+  char byte = 0;
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  in_child([&] {
+    Logs logs(options());
+    if (fork() > 0) return 0;
+    close(ends[0]);
+    const auto written = write(ends[1], &byte, 1);
+    _exit(static_cast<int>(written - ::read(ends[1], &byte, 1)));  // waits for the end of the test
+  });
+  ASSERT_EQ(::read(ends[0], &byte, 1), 1);
+  EXPECT_FALSE(refused(options()));
+  close(ends[0]);
+  close(ends[1]);
+}
+
+TEST_F(LogsTest, ASessionThatCannotBeginLeavesEarlierLogs) {
+  {
+    Logs logs(options());
+    logs.message(20, "Loaded.");
+    logs.add({0, "l", "t", "s", "n", 1.0});
+    logs.finish();
+  }
+  const std::string before = read(messages) + read(statistics);
+  std::filesystem::remove(rows);
+  std::filesystem::create_directory(rows);
+  EXPECT_THROW(Logs{options()}, Error);
+  EXPECT_EQ(read(messages) + read(statistics), before);
 }
 
 TEST_F(LogsTest, WritesBetweenFlushesWhatIsBeyondTheBound) {
-  LogFile file(folder / "f", false);
+  LogFile file(folder / "f");
   const std::string line(1023, 'x');
   constexpr size_t kLines = 2 * LogFile::kBound / 1024;
   for (size_t i = 0; i < kLines; ++i) file.add(line + "\n");
@@ -280,7 +323,7 @@ TEST_F(LogsTest, WritesBetweenFlushesWhatIsBeyondTheBound) {
 }
 
 TEST_F(LogsTest, KeepsTheNewestLinesUpToTheBound) {
-  LogFile file(folder / "f", false);
+  LogFile file(folder / "f");
   const std::string line(1023, 'x');
   {
     const FullDisk disk(100);
