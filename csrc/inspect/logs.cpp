@@ -6,6 +6,7 @@
 #include <ctime>
 
 #include "core/error.h"
+#include "inspect/node.h"
 
 namespace te::inspect {
 
@@ -31,14 +32,9 @@ std::string quoted(const std::string& text) {
   return result + '"';
 }
 
-// The shortest text that reads back as the same number.
 std::string json_of_value(const std::optional<double>& value) {
   if (!value) return "null";
-  if (!std::isfinite(*value)) return quoted(not_finite(*value));
-  char buffer[32];
-  const auto end = std::to_chars(std::begin(buffer), std::end(buffer), *value).ptr;
-  std::string text(buffer, end);
-  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
+  return std::isfinite(*value) ? shortest(*value) : quoted(not_finite(*value));
 }
 
 }  // namespace

@@ -12,9 +12,7 @@ constexpr size_t kBriefLength = 40;
 std::string number(double value) {
   if (std::isnan(value)) return ".nan";
   if (std::isinf(value)) return value < 0 ? "-.inf" : ".inf";
-  char text[32];
-  const auto end = std::to_chars(text, text + sizeof text, value).ptr;
-  return {text, end};
+  return shortest(value);
 }
 
 void write(const Node& node, std::string& text);
@@ -117,6 +115,13 @@ void Node::set(std::string_view key, Node node) {
 
 void Node::erase(std::string_view key) {
   std::erase_if(as_mapping(), [&](const auto& item) { return has_name(item.first, key); });
+}
+
+std::string shortest(double value) {
+  char buffer[32];
+  const auto end = std::to_chars(std::begin(buffer), std::end(buffer), value).ptr;
+  std::string text(buffer, end);
+  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
 }
 
 std::string brief(const Node& node) {

@@ -57,6 +57,9 @@ class Node {
   }
 };
 
+// The shortest text that reads back as the same number, which is finite: 2.0, 0.1, 1e+22.
+std::string shortest(double value);
+
 // The node on one line, shortened to about forty characters, for messages.
 std::string brief(const Node& node);
 

@@ -178,6 +178,7 @@ TEST(FeatureConfig, SchedulesAreChecked) {
     }
   };
   expect("freq: 0", "freq: expected an integer of at least 1, got 0");
+  expect("freq: 2.0", "freq: expected an integer of at least 1, got 2.0");
   expect("freq: 1.5", "freq: expected an integer of at least 1, got 1.5");
   expect("freq: yes", "freq: expected an integer of at least 1, got true");
   expect("start_step: -1", "start_step: expected an integer of at least 0, got -1");
