@@ -102,6 +102,8 @@ std::string explain_yaml_error(const SourceText& source, size_t offset, std::str
     return explain_open_list(source, offset);
   if (message == BLOCK_ENTRY)
     return "an item of a list, '- ', in the line of its key; it goes below";
+  if (message == UNKNOWN_ANCHOR || message == ALIAS_NOT_FOUND)
+    return "an alias without an anchor above; a text that begins with * goes in quotes";
   if (message == UNKNOWN_TOKEN && offset < source.text().size())
     return concat("a text that begins with ", source.text()[offset], "; it goes in quotes");
   return std::string(message);
