@@ -17,19 +17,12 @@ std::string not_finite(double value) {
 }
 
 std::string quoted(const std::string& text) {
-  std::string result = "\"";
+  std::string result;
   for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      result += {'\\', c};
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escape[7];
-      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
-      result += escape;
-    } else {
-      result += c;
-    }
+    if (c == '"' || c == '\\') result += '\\';
+    result += c;
   }
-  return result + '"';
+  return '"' + one_line(result) + '"';
 }
 
 std::string json_of_value(const std::optional<double>& value) {
@@ -42,8 +35,22 @@ std::string json_of_value(const std::optional<double>& value) {
 std::string text_of_value(double value) {
   if (!std::isfinite(value)) return not_finite(value);
   char buffer[400];  // the largest double has 309 digits before the point
-  std::snprintf(buffer, sizeof buffer, "%.4f", value);
-  return buffer;
+  constexpr auto kFixed = std::chars_format::fixed;  // without the point of the user's locale
+  return {buffer, std::to_chars(std::begin(buffer), std::end(buffer), value, kFixed, 4).ptr};
+}
+
+std::string one_line(const std::string& text) {
+  std::string result;
+  for (const char c : text) {
+    if (static_cast<unsigned char>(c) < 0x20) {
+      char escape[7];
+      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
+      result += escape;
+    } else {
+      result += c;
+    }
+  }
+  return result;
 }
 
 std::string json_of_row(const StatisticRow& row, int rank) {
@@ -105,7 +112,7 @@ void Logs::add(const StatisticRow& row) {
   if (row.value) {
     char iteration[24];
     std::snprintf(iteration, sizeof iteration, "%06lld", static_cast<long long>(row.iteration));
-    text = stamped(level::kInfo, concat(row.name, " \t\t\t\t iteration=", iteration,
+    text = stamped(level::kInfo, concat(one_line(row.name), " \t\t\t\t iteration=", iteration,
                                         " \t\t\t\t value=", text_of_value(*row.value), "\n"));
   }
   const std::string json = json_of_row(row, options_.rank);

@@ -37,6 +37,8 @@ struct StatisticRow {
 
 // "1.2346"; "nan", "inf", "-inf"
 std::string text_of_value(double value);
+// Escapes control characters, as JSON does: names with a line feed do not split lines.
+std::string one_line(const std::string& text);
 // One line of statistics_rank-R.jsonl, with its newline.
 std::string json_of_row(const StatisticRow& row, int rank);
 // "2025-01-31 05:11:57,884", local time

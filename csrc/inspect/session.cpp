@@ -53,7 +53,7 @@ std::vector<const RoutedUse*> Session::active(const Target& target, int64_t iter
 void Session::log_message(int level, const std::string& text, const std::string& layer,
                           const std::optional<std::string>& once) {
   if (once && !once_.first(*once)) return;
-  if (const auto line = logs_.message(level, layer.empty() ? text : layer + ": " + text))
+  if (const auto line = logs_.message(level, layer.empty() ? text : one_line(layer) + ": " + text))
     callouts_.sink->print(*line);
 }
 

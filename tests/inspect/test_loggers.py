@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +160,25 @@ def test_files_stay_where_they_began(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert manager.log_dir == str(tmp_path)
+
+
+def test_the_point_is_that_of_c(tmp_path: Path) -> None:
+    if not shutil.which("localedef"):
+        pytest.skip("there is no localedef")
+    made = ["localedef", "-i", "de_DE", "-f", "UTF-8", tmp_path / "de_DE.UTF-8"]
+    if subprocess.run(made, capture_output=True, check=False).returncode:
+        pytest.skip("there is no German locale")
+    program = """if True:
+        import locale, sys
+        sys.modules["torch"] = None
+        locale.setlocale(locale.LC_ALL, "de_DE.UTF-8")
+        import nvdlfw_inspect.api as debug_api
+        debug_api.initialize(log_dir=sys.argv[1])
+        debug_api.DEBUG_MANAGER.log_statistics(0, "l", "weight", {"min": 1234.5})
+    """
+    command = [sys.executable, "-c", program, tmp_path]
+    subprocess.run(command, env={**os.environ, "LOCPATH": str(tmp_path)}, check=True)
+    assert statistics(tmp_path)[0].endswith("value=1234.5000")
 
 
 def test_scalars_by_hand(initialize: Initialize, tmp_path: Path) -> None:

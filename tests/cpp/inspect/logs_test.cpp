@@ -145,6 +145,15 @@ TEST_F(LogsTest, EmptyTensorsHaveNoTextLine) {
   EXPECT_NE(read(rows).find("null"), std::string::npos);
 }
 
+TEST_F(LogsTest, NamesDoNotSplitLines) {
+  Logs logs(options(), at("0"));
+  logs.add({0, "l\n", "t", "s", "l\n_t_s", 1.0});
+  logs.flush();
+  EXPECT_EQ(read(statistics),
+            "1970-01-01 00:00:00,000 - INFO - l\\u000a_t_s \t\t\t\t iteration=000000 \t\t\t\t "
+            "value=1.0000\n");
+}
+
 TEST_F(LogsTest, TextStartsAnewAndRowsAreAppended) {
   for (int run = 0; run < 2; ++run) {
     Logs logs(options());

@@ -46,8 +46,10 @@ TEST_F(SessionTest, KeysAreSaidOncePerSession) {
     session->log_message(20, "another", "fc1", "key");
     session->log_message(20, "each time");
     session->log_message(20, "each time");
+    session->log_message(20, "kept\nwhole", "two\nlines");
     EXPECT_EQ(read(folder / "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log"),
-              "INFO - fc1: plan\nINFO - each time\nINFO - each time\n");
+              "INFO - fc1: plan\nINFO - each time\nINFO - each time\n"
+              "INFO - two\\u000alines: kept\nwhole\n");
   }
 }
 
