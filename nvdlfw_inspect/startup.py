@@ -45,6 +45,11 @@ class Settings:
     log_timestamps: bool = True
 
     @property
+    def absolute_log_dir(self) -> str:
+        """`log_dir`, wherever the program goes later."""
+        return str(Path(self.log_dir).absolute())
+
+    @property
     def statistics_files(self) -> bool:
         """Whether statistics go to files; without another logger they always do."""
         other = self.statistics_logger is not None or self.tb_writer is not None
@@ -148,8 +153,7 @@ def _manager(
     config: _engine.LoadedConfig,
 ) -> DebugManager:
     """Make the manager of the session, and log the settings of the session."""
-    # The program may change its directory later.
-    log_dir, files = str(Path(settings.log_dir).absolute()), settings.statistics_files
+    log_dir, files = settings.absolute_log_dir, settings.statistics_files
     manager = DebugManager(session, calls, config, log_dir, files)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:
@@ -190,7 +194,7 @@ def _load(source: _Source, missing: list[tuple[str, str]]) -> _engine.LoadedConf
 def _log_options(settings: Settings) -> _engine.LogOptions:
     overwrite = _env.log_overwrite()
     return _engine.LogOptions(
-        directory=str(settings.log_dir),
+        directory=settings.absolute_log_dir,
         statistics=settings.statistics_files,
         rank=get_distributed_rank(),
         stamp=_env.log_stamp(),

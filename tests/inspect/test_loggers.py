@@ -151,15 +151,21 @@ def test_an_error_of_one_logger_keeps_nothing_from_the_others(
     assert len(writer.seen) == len(statistics(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("log_dir", [".", ""])
 def test_files_stay_where_they_began(
-    initialize: Initialize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    initialize: Initialize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_dir: str
 ) -> None:
     """Whatever directory the program goes to afterwards."""
     monkeypatch.chdir(tmp_path)
-    manager = initialize(log_dir=".")
+    manager = initialize(log_dir=log_dir)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert manager.log_dir == str(tmp_path)
+    (tmp_path / "statistics_rank-0.jsonl").unlink()
+    manager.log_statistics(0, "l", "weight", {"min": 1.0})
+    with pytest.warns(UserWarning, match="was removed"):
+        debug_api.step()
+    assert [row["value"] for row in rows(tmp_path)] == [1.0]
 
 
 def test_the_point_is_that_of_c(tmp_path: Path) -> None:
