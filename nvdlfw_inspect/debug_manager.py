@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from nvdlfw_inspect.logging import FileLogger, MetricLogger
 from nvdlfw_inspect.registry import Registry
 from nvdlfw_inspect.silence import Silence
+from nvdlfw_inspect.utils import printable
 
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import LoadedConfig, Schedule, Session
@@ -213,7 +214,7 @@ class DebugManager:
     ) -> None:
         """Write to the debug log; once per session for each value of `once` that is not None."""
         key = None if once is None else repr(once)
-        self._session.log_message(level, text, layer or "", key)
+        self._session.log_message(level, printable(text), printable(layer or ""), key)
 
     def layer_named(self, name: str) -> None:
         """Called when a layer of the model gets a name."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvdlfw_inspect import _engine
-from nvdlfw_inspect.utils import get_distributed_rank, run_all
+from nvdlfw_inspect.utils import get_distributed_rank, printable, run_all
 
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import Session
@@ -129,7 +129,7 @@ class FileLogger:
 
     def log_message(self, message: str, level: int = logging.INFO) -> None:
         """Write a line."""
-        self._session.log_message(level, message, "", None)
+        self._session.log_message(level, printable(message), "", None)
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
         """Write a line of the statistics log."""

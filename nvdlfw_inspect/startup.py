@@ -22,7 +22,7 @@ from nvdlfw_inspect.logging import (
     require_logger,
 )
 from nvdlfw_inspect.registry import Registry, import_built_in
-from nvdlfw_inspect.utils import get_distributed_rank, step_number, warn_user
+from nvdlfw_inspect.utils import get_distributed_rank, printable, step_number, warn_user
 
 PathLike = str | os.PathLike[str]
 
@@ -80,8 +80,7 @@ class _Source:
                 f"[initialize] expected a configuration file, got {config_file}: {what}; "
                 "config_file=None runs without features, and built-in features need no feature_dirs"
             )
-        # A file name may contain bytes that are not UTF-8.
-        name = str(config_file).encode("utf-8", "backslashreplace").decode()
+        name = printable(config_file)
         return cls(path.read_bytes(), name, f"Reading config from {name}.")
 
 

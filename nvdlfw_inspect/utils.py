@@ -143,6 +143,11 @@ def _is_inside(frame: FrameType) -> bool:
     return module.partition(".")[0] in _PASSED_BY
 
 
+def printable(value: object) -> str:
+    """Return a value as text; what has no UTF-8, such as bytes of file names, is escaped."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
 def integer(op: str, argument: str, value: Any) -> int:
     """Convert an integer of any library to Python's int.
 

@@ -1,7 +1,9 @@
 // The process-wide registry of features, and the beginning of sessions.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -134,11 +136,12 @@ std::optional<inspect::FeatureId> add(Engine& engine, const py::dict& described,
 
 void bind_engine(py::module_& m) {
   py::class_<inspect::LogOptions>(m, "LogOptions")
-      .def(py::init([](std::string directory, bool statistics, int rank, std::string stamp,
-                       bool append_text, bool append_rows, bool timestamps, int level) {
-             return inspect::LogOptions{std::move(directory), statistics,  rank,
-                                        std::move(stamp),     append_text, append_rows,
-                                        timestamps,           level};
+      .def(py::init([](const std::filesystem::path& directory, bool statistics, int rank,
+                       std::string stamp, bool append_text, bool append_rows, bool timestamps,
+                       int level) {
+             return inspect::LogOptions{directory.string(), statistics,  rank,
+                                        std::move(stamp),   append_text, append_rows,
+                                        timestamps,         level};
            }),
            py::kw_only(), py::arg("directory"), py::arg("statistics") = true, py::arg("rank"),
            py::arg("stamp"), py::arg("append_text"), py::arg("append_rows"), py::arg("timestamps"),

@@ -31,18 +31,11 @@ struct ToPython {
   }
 };
 
-// A lone surrogate is no character, and has no UTF-8.
-std::string text_of(const py::handle& value, const std::string& path) {
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);
-  if (text != nullptr) return {text, static_cast<size_t>(size)};
-  PyErr_Clear();
-  fail(Kind::Value, "config", "expected text of whole characters at ",
-       path.empty() ? "the configuration" : path, ", got ",
-       py::repr(value).attr("encode")("utf-8", "backslashreplace").cast<std::string>());
-}
-
 std::string place(const std::string& path) { return path.empty() ? "the configuration" : path; }
+
+std::string text_at(const py::handle& value, const std::string& path) {
+  return text_of(value, "config", concat("at ", place(path)));
+}
 
 int64_t integer(const py::handle& value, const std::string& path) {
   int overflow = 0;
@@ -66,11 +59,11 @@ Node convert(const py::handle& value, const std::string& path, int depth) {
   } else if (py::isinstance<py::float_>(value)) {
     node.value = value.cast<double>();
   } else if (py::isinstance<py::str>(value)) {
-    node.value = text_of(value, path);
+    node.value = text_at(value, path);
   } else if (py::isinstance<py::dict>(value)) {
     Node::Mapping items;
     for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) {
-      const std::string inner = (path.empty() ? "" : path + ".") + text_of(py::str(key), path);
+      const std::string inner = (path.empty() ? "" : path + ".") + text_at(py::str(key), path);
       Node name = convert(key, inner, depth + 1);
       if (!name.is_scalar()) fail(Kind::Type, "config", "expected a plain value as key at ", inner);
       items.emplace_back(std::move(name), convert(item, inner, depth + 1));
@@ -82,7 +75,7 @@ Node convert(const py::handle& value, const std::string& path, int depth) {
       items.push_back(convert(item, path + "[" + std::to_string(items.size()) + "]", depth + 1));
     node.value = std::move(items);
   } else if (py::hasattr(value, "__fspath__")) {
-    node.value = text_of(py::str(value.attr("__fspath__")()), path);
+    node.value = text_at(py::str(value.attr("__fspath__")()), path);
   } else {
     fail(Kind::Type, "config", "expected a dict, list, str, bool, int, float or None at ",
          place(path), ", got ", py::str(py::type::handle_of(value)).cast<std::string>());
@@ -91,6 +84,16 @@ Node convert(const py::handle& value, const std::string& path, int depth) {
 }
 
 }  // namespace
+
+std::string text_of(const py::handle& value, std::string_view op, std::string_view where) {
+  Py_ssize_t size = 0;
+  const bool is_text = py::isinstance<py::str>(value);
+  const char* text = is_text ? PyUnicode_AsUTF8AndSize(value.ptr(), &size) : nullptr;
+  if (text != nullptr) return {text, static_cast<size_t>(size)};
+  PyErr_Clear();
+  fail(is_text ? Kind::Value : Kind::Type, op, "expected text of whole characters ", where,
+       ", got ", py::repr(value).attr("encode")("utf-8", "backslashreplace").cast<std::string>());
+}
 
 py::object to_python(const Node& node) { return std::visit(ToPython(), node.value); }
 

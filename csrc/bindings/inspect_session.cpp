@@ -18,6 +18,29 @@
 namespace te::bindings {
 namespace {
 
+// An argument whose error says what it is; others get pybind's list of signatures.
+struct LayerName : std::string {};
+
+}  // namespace
+}  // namespace te::bindings
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<te::bindings::LayerName> {
+  PYBIND11_TYPE_CASTER(te::bindings::LayerName, const_name("str"));
+
+  bool load(handle source, bool) {
+    value.assign(te::bindings::text_of(source, "inspect", "as the name of a layer"));
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail
+
+namespace te::bindings {
+namespace {
+
 namespace py = pybind11;
 using inspect::RoutedUse;
 using inspect::Session;
@@ -34,7 +57,7 @@ py::tuple to_tuple(const Session& session, const std::vector<const RoutedUse*>& 
   return result;
 }
 
-py::tuple route(Session& session, std::string ns, std::string api, std::string layer, Name tensor,
+py::tuple route(Session& session, std::string ns, std::string api, LayerName layer, Name tensor,
                 Name gemm) {
   std::vector<const RoutedUse*> uses;
   {
@@ -47,7 +70,7 @@ py::tuple route(Session& session, std::string ns, std::string api, std::string l
 }
 
 py::tuple active(Session& session, int64_t iteration, std::string ns, std::string api,
-                 std::string layer, Name tensor, Name gemm) {
+                 LayerName layer, Name tensor, Name gemm) {
   std::vector<const RoutedUse*> uses;
   {
     const py::gil_scoped_release released;
@@ -59,7 +82,7 @@ py::tuple active(Session& session, int64_t iteration, std::string ns, std::strin
 }
 
 std::pair<bool, std::optional<int64_t>> decide(Session& session, int64_t iteration, std::string ns,
-                                               std::string api, std::string layer, Name tensor,
+                                               std::string api, LayerName layer, Name tensor,
                                                Name gemm) {
   const auto decision = session.decide(
       {std::move(ns), std::move(api), std::move(layer), std::move(tensor), std::move(gemm)},
@@ -67,7 +90,7 @@ std::pair<bool, std::optional<int64_t>> decide(Session& session, int64_t iterati
   return {decision->yes, decision->next};
 }
 
-void log_statistics(Session& session, int64_t iteration, const std::string& layer,
+void log_statistics(Session& session, int64_t iteration, const LayerName& layer,
                     const std::string& tensor,
                     const std::vector<std::pair<std::string, std::optional<double>>>& values) {
   for (const auto& [statistic, value] : values) {
@@ -77,7 +100,7 @@ void log_statistics(Session& session, int64_t iteration, const std::string& laye
 }
 
 // {namespace: {feature: configuration}} of the sections that select the layer, in file order.
-py::dict written(Session& session, const std::string& layer) {
+py::dict written(Session& session, const LayerName& layer) {
   std::vector<int> sections;
   {
     const py::gil_scoped_release released;

@@ -80,11 +80,11 @@ void LogFile::open_file() {
   const std::filesystem::path folder = std::filesystem::path(path_).parent_path();
   std::error_code error;
   if (!folder.empty()) std::filesystem::create_directories(folder, error);
-  require(!error, Kind::Value, "initialize", "expected a log_dir that can be written, got ", folder,
-          ": ", error.message());
+  require(!error, Kind::Value, "initialize", "expected a log_dir that can be written, got ",
+          to_utf8(folder.string()), ": ", error.message());
   file_ = open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   require(file_ >= 0, Kind::Value, "initialize", "expected a log_dir that can be written, got ",
-          path_, ": ", std::strerror(errno));
+          path(), ": ", std::strerror(errno));
 }
 
 // Two writers would truncate each other's files and tear each other's lines. Where there are no
@@ -92,7 +92,7 @@ void LogFile::open_file() {
 void LogFile::lock() {
   if (set_lock(file_, F_WRLCK) || (errno != EAGAIN && errno != EACCES)) return;
   close(file_);
-  fail(Kind::Value, "initialize", "expected a log_dir that no other process logs to, got ", path_,
+  fail(Kind::Value, "initialize", "expected a log_dir that no other process logs to, got ", path(),
        ", which another one writes: give each process a log_dir or a rank of its own");
 }
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "inspect/source_text.h"
+
 namespace te::inspect {
 
 class LogFile {
@@ -34,7 +36,7 @@ class LogFile {
   // Unlocks the file for other processes. Lines that are added later are still written.
   void release();
 
-  const std::string& path() const { return path_; }
+  std::string path() const { return to_utf8(path_); }  // for messages
   const std::string& error() const { return error_; }
   // True once after the file was removed; a new one has been created.
   bool was_removed();

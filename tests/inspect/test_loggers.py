@@ -168,6 +168,25 @@ def test_files_stay_where_they_began(
     assert [row["value"] for row in rows(tmp_path)] == [1.0]
 
 
+def test_names_that_have_no_utf_8(initialize: Initialize, tmp_path: Path) -> None:
+    log_dir = tmp_path / os.fsdecode(b"\xff")
+    manager = initialize(log_dir=log_dir)
+    manager.log_statistics(0, "l", "weight", {"min": 1.0})
+    debug_api.log_message("\udcff", "l\udcff")
+    debug_api.log_message(5)
+    get_logger().log_message(6)
+    debug_api.step()
+    assert len(rows(log_dir)) == 1
+    lines = [r"INFO - l\udcff: \udcff", "INFO - 5", "INFO - 6"]
+    assert messages(log_dir) == [
+        rf"INFO - Default logging to file enabled at {tmp_path}/\udcff",
+        *lines,
+    ]
+    for name, kind in (("l\udcff", ValueError), (5, TypeError)):
+        with pytest.raises(kind, match="whole characters as the name of a layer, got"):
+            manager.route("ns", name, "look")
+
+
 def test_the_point_is_that_of_c(tmp_path: Path) -> None:
     if not shutil.which("localedef"):
         pytest.skip("there is no localedef")
