@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from nvdlfw_inspect.utils import warn_user
 
@@ -96,10 +96,17 @@ class Calls:
         parsing = {"tensor_parsing": tensor is not None, "gemm_parsing": gemm is not None}
         routed = Routed(feature, type(feature).__name__, "", {"enabled": True, **written}, None)
         arguments = {"layer_name": layer, **target, **parsing}
-        covered, config = self.invoke(routed, "parse_config_and_api", arguments)
-        if not covered:
-            return None
-        return written if config is None else dict(config)
+        answer = self.invoke(routed, "parse_config_and_api", arguments)
+        try:
+            covered, config = answer
+            if not covered:
+                return None
+            return written if config is None else dict(config)
+        except Exception as error:  # of methods of the user's types, too
+            place = describe(routed, layer, tensor, gemm)
+            raise TypeError(
+                f"[parse_config_and_api] expected (acts, config), got {answer!r} ({place})"
+            ) from error
 
     def ask(
         self,
@@ -115,15 +122,13 @@ class Calls:
         arguments: dict[str, Any] = {k: v for k, v in target.items() if v is not None}
         arguments |= {"layer_name": layer, "iteration": iteration}
         answer = self.invoke(routed, api, arguments)
-        if isinstance(answer, tuple):
-            if len(answer) == 2 and (answer[1] is None or isinstance(answer[1], SupportsIndex)):
-                return bool(answer[0]), None if answer[1] is None else index(answer[1])
-        elif answer is not None and not isinstance(answer, (str, bytes, list)):
-            return bool(answer), iteration + 1
-        place = describe(routed, layer, tensor, gemm, iteration)
-        raise TypeError(
-            f"[{api}] expected bool or (bool, next iteration), got {answer!r} ({place})"
-        )
+        try:
+            return _decision(answer, iteration)
+        except Exception as error:  # of methods of the user's types, too
+            place = describe(routed, layer, tensor, gemm, iteration)
+            raise TypeError(
+                f"[{api}] expected bool or (bool, next iteration), got {answer!r} ({place})"
+            ) from error
 
     def invoke(self, routed: Routed, api: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method of a feature with those of the arguments that it takes.
@@ -156,6 +161,18 @@ class Calls:
     def print(self, line: str) -> None:
         """Print a line."""
         print(line, file=sys.stderr, flush=True)
+
+
+def _decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
+    """Return the parts of an answer; raise any error if it has none."""
+    if not isinstance(answer, tuple):
+        if answer is None or isinstance(answer, (str, bytes, list)):
+            raise TypeError("no bool")
+        return bool(answer), iteration + 1
+    yes, later = answer
+    if later is not None and index(later).bit_length() > 63:
+        raise OverflowError("the next iteration has more than 64 bits")
+    return bool(yes), None if later is None else index(later)
 
 
 def describe(

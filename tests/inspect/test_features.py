@@ -237,7 +237,19 @@ def test_what_a_feature_raises_says_where(
         assert caught.value.__cause__ is raised
 
 
-@pytest.mark.parametrize("answer", [None, "yes", (True, "soon"), (True, 1, 2), [False, 3]])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        "yes",
+        (True, "soon"),
+        (True, 1, 2),
+        [False, 3],
+        (True, 2**70),
+        np.array([True, False]),
+        (np.array([True, False]), 3),
+    ],
+)
 def test_answers_are_checked(initialize: Initialize, answer: Any) -> None:
     @Registry.register_feature(namespace="ns")
     class Mine:
@@ -345,6 +357,23 @@ def test_a_feature_without_a_parser_gets_what_is_written(initialize: Initialize)
         @api_method
         def look(self, config: dict) -> Any:
             return config
+
+@pytest.mark.parametrize("answer", [None, True, (True, 5), (True, {}, 1)])
+def test_what_a_parser_returns_is_checked(initialize: Initialize, answer: Any) -> None:
+    @Registry.register_feature(namespace="ns")
+    class Mine:
+        def parse_config_and_api(self, config: dict, **kwargs: Any) -> Any:
+            return answer
+
+        @api_method
+        def look(self) -> None:
+            """Never called."""
+
+    manager = initialize({"s": section("Mine")})
+    place = r"\(feature Mine, layer fc1, tensor weight, gemm fprop\)"
+    with pytest.raises(TypeError, match=rf"expected \(acts, config\), got .* {place}"):
+        manager.call("ns", "look", layer_name="fc1", tensor_name="weight", gemm="fprop")
+
 
     manager = initialize({"s": section("Mine", tensors=["weight"], more={"a": [1, None]})})
     weight = manager.call("ns", "look", layer_name="fc1", tensor_name="weight")
