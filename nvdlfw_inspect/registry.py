@@ -203,7 +203,7 @@ def _stays(earlier: _Registration, origin: str) -> bool:
     built_in = earlier.cls.__module__.partition(".")[0] in ("transformer_engine", "nvdlfw_inspect")
     if not (built_in or loading_files()):
         return False
-    if origin != earlier.origin:
+    if origin != earlier.origin or not built_in:
         taken = f"{earlier.namespace}.{earlier.cls.__name__}"
         warn_user(
             f"[register_feature] {taken} of {origin or 'this program'} is ignored: "

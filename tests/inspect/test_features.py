@@ -125,6 +125,13 @@ def test_the_name_of_another_file_is_taken(initialize: Initialize, directory: Pa
     assert look() == 1
 
 
+def test_a_name_is_taken_within_a_file_too(initialize: Initialize, directory: Path) -> None:
+    (directory / "a.py").write_text("\n".join(FEATURE.format(name="Mine", value=v) for v in (1, 2)))
+    with pytest.warns(UserWarning, match=r"ns\.Mine of .*a\.py is ignored: .*a\.py has defined it"):
+        initialize({"s": section("Mine")}, feature_dirs=directory)
+    assert look() == 1
+
+
 def test_a_class_may_be_defined_again(initialize: Initialize) -> None:
     for value in (1, 2):
 
@@ -258,7 +265,7 @@ def test_answers_are_checked(initialize: Initialize, answer: Any) -> None:
             return answer
 
     manager = initialize({"s": section("Mine")})
-    with pytest.raises(TypeError, match=r"expected bool or .*feature Mine, layer fc1"):
+    with pytest.raises(TypeError, match=r"expected bool or .*feature Mine, layer fc1, iteration 0"):
         manager.decide("ns", "look_enabled", layer_name="fc1")
 
 
@@ -351,13 +358,6 @@ def test_a_feature_that_parses_itself(initialize: Initialize) -> None:
     assert parsed == [(written, "weight"), (written, "activation")], "once for each"
 
 
-def test_a_feature_without_a_parser_gets_what_is_written(initialize: Initialize) -> None:
-    @Registry.register_feature(namespace="ns")
-    class Mine:
-        @api_method
-        def look(self, config: dict) -> Any:
-            return config
-
 @pytest.mark.parametrize("answer", [None, True, (True, 5), (True, {}, 1)])
 def test_what_a_parser_returns_is_checked(initialize: Initialize, answer: Any) -> None:
     @Registry.register_feature(namespace="ns")
@@ -374,6 +374,13 @@ def test_what_a_parser_returns_is_checked(initialize: Initialize, answer: Any) -
     with pytest.raises(TypeError, match=rf"expected \(acts, config\), got .* {place}"):
         manager.call("ns", "look", layer_name="fc1", tensor_name="weight", gemm="fprop")
 
+
+def test_a_feature_without_a_parser_gets_what_is_written(initialize: Initialize) -> None:
+    @Registry.register_feature(namespace="ns")
+    class Mine:
+        @api_method
+        def look(self, config: dict) -> Any:
+            return config
 
     manager = initialize({"s": section("Mine", tensors=["weight"], more={"a": [1, None]})})
     weight = manager.call("ns", "look", layer_name="fc1", tensor_name="weight")
