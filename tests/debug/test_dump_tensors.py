@@ -102,6 +102,20 @@ def test_nothing_to_dump(tmp_path: Path) -> None:
     assert files(tmp_path) == {}
 
 
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk(content: dict, path: Path) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise RuntimeError("the disk is full")
+
+    with debugging(tmp_path, dump(high_precision_tensor=True)):
+        inspect("fc1", "activation", torch.ones(2))
+        monkeypatch.setattr(torch, "save", fill_the_disk)
+        with pytest.warns(UserWarning, match="could not write .*: the disk is full"):
+            inspect("fc1", "activation", torch.ones(2))
+    left = [path.name for path in (tmp_path / "tensor_dumps").rglob("*") if path.is_file()]
+    assert left == ["fc1_activation.pt"]
+
+
 def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
     with debugging(tmp_path, dump(high_precision_tensor=True)):
         (tmp_path / "tensor_dumps").write_text("in the way")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -127,10 +128,14 @@ class DumpTensors(Scheduled):
         return name if number == 1 else f"{name}_{number}"
 
     def _write(self, path: Path, content: dict[str, Any]) -> bool:
+        unfinished = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(content, path)
+            torch.save(content, unfinished)
+            unfinished.replace(path)
         except (OSError, RuntimeError) as error:  # a full disk must not end a training run
+            with suppress(OSError):
+                unfinished.unlink()
             if not self._warned:
                 self._warned = True
                 warnings.warn(f"[DumpTensors] could not write {path}: {error}", stacklevel=2)
