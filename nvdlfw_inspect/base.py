@@ -63,6 +63,7 @@ class FeatureConfig:
         scheduled: Whether it takes `freq`, `start_step`, `end_step` and `start_end_list`.
         aliases: Other names of the feature.
         conflicts: Features that must not act on the same tensor and gemm.
+        any_case: Whether `stats` may name statistics in upper case, too.
 
     Example:
         >>> FeatureConfig(keys={"margin": "int"}, tensors=("weight",), gemms=True).gemms
@@ -77,6 +78,7 @@ class FeatureConfig:
     scheduled: bool = False
     aliases: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+    any_case: bool = False
 
     def rule(self) -> dict[str, Any]:
         """Return the form that the engine takes."""
@@ -84,6 +86,7 @@ class FeatureConfig:
             "free_form": self.keys is None,
             "keys": _key_rules(self.keys or {}),
             "statistics": list(self.statistics),
+            "any_case": self.any_case,
             "statistic_keys": {s: _key_rules(keys) for s, keys in self.statistic_keys.items()},
             "tensors": list(self.tensors),
             "gemms": self.gemms,

@@ -108,6 +108,7 @@ inspect::FeatureRule rule_of(const py::dict& described) {
   rule.free_form = get("free_form", true);
   rule.aliases = get("aliases", Names());
   rule.statistics = get("statistics", Names());
+  rule.any_case = get("any_case", false);
   rule.tensors = get("tensors", Names());
   rule.conflicts = get("conflicts", Names());
   rule.takes_gemms = get("gemms", false);

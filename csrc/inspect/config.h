@@ -33,6 +33,7 @@ struct FeatureRule {
   std::vector<KeyRule> keys = {};
   // Allowed `stats`: regular expressions that match whole names. Empty: no key `stats`.
   std::vector<std::string> statistics = {};
+  bool any_case = false;  // names of statistics in upper case are allowed, too
   // By name, the keys of statistics that may be written as a mapping, `{name: {key: value}}`.
   std::map<std::string, std::vector<KeyRule>> statistic_keys = {};
   std::vector<std::string> tensors = {};  // allowed tensor names; empty: takes no tensors

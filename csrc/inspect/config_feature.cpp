@@ -211,7 +211,8 @@ class BodyCheck {
 
   bool has_statistic(const FeatureRule& rule, const std::string& name) const {
     return std::ranges::any_of(rule.statistics, [&](const std::string& pattern) {
-      return pattern == name || regex_("^(?:" + pattern + ")$", name);
+      return pattern == name || (rule.any_case && equal_without_case(pattern, name)) ||
+             regex_("^(?:" + pattern + ")$", name);
     });
   }
 

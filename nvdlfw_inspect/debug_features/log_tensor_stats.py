@@ -32,7 +32,7 @@ class LogTensorStats(GenericConfigAPIMapper):
     """Log statistics of a tensor that the program hands over.
 
     Keys:
-        stats: min, max, mean, std, l1_norm, l2_norm
+        stats: min, max, mean, std, l1_norm, l2_norm, in upper or lower case
         tensors / tensors_struct: names that the program uses
         freq, start_step, end_step, start_end_list: when
 
@@ -50,7 +50,9 @@ class LogTensorStats(GenericConfigAPIMapper):
     tensor_name="activation")`.
     """
 
-    CONFIG: ClassVar = FeatureConfig(keys=None, statistics=tuple(_STATISTICS), scheduled=True)
+    CONFIG: ClassVar = FeatureConfig(
+        keys=None, statistics=tuple(_STATISTICS), any_case=True, scheduled=True
+    )
 
     @api_method
     def log_tensor_stats(

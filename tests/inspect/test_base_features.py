@@ -65,6 +65,13 @@ def test_when_nothing_is_logged(initialize: Initialize, tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows(tmp_path)] == [4, 6]
 
 
+def test_names_of_statistics_in_any_case(initialize: Initialize) -> None:
+    with pytest.raises(ValueError, match="'maen'; did you mean 'mean'"):
+        initialize(config(stats=["maen"]))
+    initialize(config(stats=["MAX", "Min"]))
+    assert list(log(torch.ones(3))) == ["max", "min"]
+
+
 def test_empty_tensors(initialize: Initialize, tmp_path: Path) -> None:
     initialize(config(stats=["min"]))
     assert log(torch.empty(0)) == {}
