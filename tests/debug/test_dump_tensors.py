@@ -116,6 +116,15 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert left == ["fc1_activation.pt"]
 
 
+def test_neither_kind_is_a_warning(tmp_path: Path) -> None:
+    with (
+        debugging(tmp_path, dump()),
+        pytest.warns(UserWarning, match="expected high_precision_tensor or quantized_tensor"),
+    ):
+        inspect("fc1", "activation", torch.ones(2))
+    assert files(tmp_path) == {}
+
+
 def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
     with debugging(tmp_path, dump(high_precision_tensor=True)):
         (tmp_path / "tensor_dumps").write_text("in the way")

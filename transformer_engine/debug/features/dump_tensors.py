@@ -90,6 +90,8 @@ class DumpTensors(Scheduled):
                 found["quantized"] = codes
         key = f"DumpTensors {layer_name} {tensor_name}"
         if not found:
+            if not (config.get("high_precision_tensor") or config.get("quantized_tensor")):
+                self._warn("expected high_precision_tensor or quantized_tensor: nothing is written")
             manager.log_message(
                 f"Feature=DumpTensors, API=inspect_tensor: Nothing to dump for {tensor_name}",
                 layer_name,
@@ -136,11 +138,15 @@ class DumpTensors(Scheduled):
         except (OSError, RuntimeError) as error:  # a full disk must not end a training run
             with suppress(OSError):
                 unfinished.unlink()
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"[DumpTensors] could not write {path}: {error}", stacklevel=2)
+            self._warn(f"could not write {path}: {error}")
             return False
         return True
+
+    def _warn(self, text: str) -> None:
+        """Warn once in a session."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"[DumpTensors] {text}", stacklevel=3)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
