@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rulers import assert_bitwise
+from rulers import assert_bitwise, assert_equal
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+)
 
 pytest.importorskip("megatron.core", reason="python -m pip install --no-deps megatron-core")
 
@@ -167,6 +172,34 @@ def test_recomputed_layers_change_no_loss(device: str, megatron: Any) -> None:
     assert trained(gpt(device, **recompute, recompute_num_layers=1), device) == plain
     forwards = [n for (_, gemm, _), n in te.gemm_report().counts.items() if gemm == "fprop"]
     assert set(forwards) == {2 * 4}
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+def test_recomputed_outputs_change_no_bit(
+    recipe: Recipe, device: str, megatron: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`recompute_modules=["mla_up_proj"]`, whose class a hook on a tensor runs again."""
+    from megatron.core.tensor_parallel import random
+
+    if device == "cpu":
+        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **how: None)
+        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda state, **how: None)
+    x = torch.randn(16, 64, device=device)
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        up = te.Linear(64, 96, device=device)
+        for factor in (1, 2):
+            leaf = (factor * x).requires_grad_()
+            with te.fp8_autocast(fp8_recipe=recipe):
+                checkpoint = random.CheckpointWithoutOutput(fp8="hybrid")
+                out = checkpoint.checkpoint(up, leaf) if recompute else up(leaf)
+                loss = out.square().sum()
+                if recompute:
+                    checkpoint.discard_output_and_register_recompute(loss)
+            loss.backward()
+            found.append([loss, leaf.grad, up.weight.grad.clone(), up.get_extra_state()])
+    assert_equal(found[0] + found[1], found[2] + found[3])
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(device: str, megatron: Any) -> None:

@@ -12,7 +12,11 @@ from torch import nn
 
 from transformer_engine.pytorch.attention.context.sequences import gather_sequence, shard_sequence
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.fp8.recompute_regions import recompute_context
+from transformer_engine.pytorch.fp8.recompute_regions import (
+    announce_checkpoint,
+    announced_region,
+    recompute_context,
+)
 from transformer_engine.pytorch.parallel.collectives import (
     Pending,
     all_gather,
@@ -61,15 +65,26 @@ def activation_recompute_forward(
 ) -> Iterator[None]:
     """What checkpointing functions of trainers open around their two forwards.
 
-    Modules find out by themselves that a forward will be, or is, recomputed, from
-    the autograd function that runs it: scales and amaxes are treated so whether or not this is
-    open.
+    In the second forward layers use the scope and the scales of the first, and record no amaxes. If
+    that runs in the backward of the autograd function which ran the first, they do so by
+    themselves; if a hook on a tensor runs it, both forwards must be within this context. Should one
+    backward run several checkpoints of the same layer again, the newest comes first.
 
     Args:
         activation_recompute: the forward is one of two.
         recompute_phase: it is the second.
     """
-    yield
+    stack = autocast_stack()
+    before = stack.recomputed
+    if activation_recompute and not torch.compiler.is_compiling():
+        if not recompute_phase:
+            announce_checkpoint()
+        elif before is None:
+            stack.recomputed = announced_region()
+    try:
+        yield
+    finally:
+        stack.recomputed = before
 
 
 def is_fp8_activation_recompute_enabled() -> bool:

@@ -49,6 +49,8 @@ class ProcessState:
         forward_pending: compiled code has deferred the forward update.
         backward_pending: likewise.
         has_regions: a recompute region has recorded a call.
+        checkpoints: regions by autograd's object of their checkpoint, oldest first; of checkpoints
+            that `activation_recompute_forward` was opened in.
         announced: subjects of warnings that were given; see `notices`.
         compiled_in_fp8: layers, see `compiled_scales`.
         gemms: GEMMs that ran, by layer, GEMM and kind.
@@ -67,6 +69,7 @@ class ProcessState:
         self.compiled_groups: dict[tuple[Any, Hashable], ScalingGroup] = {}
         self.forward_pending = self.backward_pending = False
         self.has_regions = False
+        self.checkpoints: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.announced: set[str] = set()
         self.compiled_in_fp8: set[tuple[str, Any]] = set()
         self.gemms, self.sent = Counter(), Counter()

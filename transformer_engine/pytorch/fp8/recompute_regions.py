@@ -6,6 +6,9 @@ recompute uses them again, even if scope and scales have changed meanwhile, and 
 `te.checkpoint` enters its regions on the autocast stack. Regions of `torch.utils.checkpoint`, and
 of autograd functions written after its pattern, are found through autograd: the region is an
 attribute of the object that autograd keeps for the checkpoint, and lives as long.
+
+A checkpoint may run again before its own backward, from a hook on a tensor: autograd does not show
+which one it is. Then it must open `activation_recompute_forward` in both forwards.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from transformer_engine.pytorch._torch_private import (
     forward_grad_enabled,
     functions_in_forward,
     graph_task,
+    node_will_run,
     running_node,
     top_hooks,
 )
@@ -70,6 +74,11 @@ class RecomputeRegion:
         """Whether it has any call of a module."""
         return module in self._calls
 
+    def has_calls_left(self, module: Any) -> bool:
+        """Whether a call of a module has not been recomputed yet in the backward that runs."""
+        done = 0 if self.foreign and graph_task() != self._task else self._next.get(module, 0)
+        return done < len(self._calls.get(module, ()))
+
     def restart(self) -> None:
         """Begin a recompute of the region."""
         self._next.clear()
@@ -109,6 +118,30 @@ class RecomputeRegion:
                     f"checkpointed function runs again, as in its first forward, got {done} (a "
                     "lambda over the variable of a loop calls the layer that the loop ended with)"
                 )
+
+
+class UnknownRegion(RecomputeRegion):
+    """One of several regions: the first that has a call of a layer which runs again.
+
+    Args:
+        regions: the most probable one first.
+    """
+
+    def __init__(self, regions: list[RecomputeRegion]) -> None:
+        super().__init__(foreign=True)
+        self._regions = regions
+        self._own: RecomputeRegion | None = None
+
+    def has_calls_of(self, module: Any) -> bool:
+        """Whether it has any call of a module; chooses the region."""
+        if self._own is None:
+            self._own = next((one for one in self._regions if one.has_calls_left(module)), None)
+        return self._own is not None and self._own.has_calls_of(module)
+
+    def next_call(self, module: Any) -> Call:
+        """The call of the first forward that the module now recomputes."""
+        assert self._own is not None
+        return self._own.next_call(module)
 
 
 class RecomputeContext(NamedTuple):
@@ -159,6 +192,28 @@ def region_of(owner: Any) -> RecomputeRegion:
         region = RecomputeRegion(foreign=True)
         setattr(owner, _KEY, region)
     return region
+
+
+def announce_checkpoint() -> None:
+    """Let the checkpoint whose first forward is running be found when it runs again."""
+    owner = next(functions_in_forward(), None)
+    if owner is not None:
+        process_state().checkpoints[owner] = region_of(owner)
+
+
+def announced_region() -> RecomputeRegion | None:
+    """The region of an announced checkpoint that runs again now; None where there is none.
+
+    One of those that the running backward comes to. Autograd comes to the newest of them first.
+    """
+    if graph_task() == -1:
+        return None
+    checkpoints = [*process_state().checkpoints.items()]
+    regions = [region for owner, region in reversed(checkpoints) if node_will_run(owner)]
+    running = getattr(running_node(), _KEY, None)  # which comes again in its own backward
+    if regions and running is not None:
+        regions.insert(0, running)
+    return UnknownRegion(regions) if regions else None
 
 
 def attach_region(region: RecomputeRegion) -> None:
