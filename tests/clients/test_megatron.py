@@ -209,6 +209,12 @@ def test_a_checkpoint_goes_on_bit_for_bit(device: str, megatron: Any) -> None:
     assert trained(target, device, 2) == trained(source, device, 2)
 
 
+def test_offloaded_layers_change_no_loss(device: str, megatron: Any) -> None:
+    offload = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+    model = gpt(device, **offload, cpu_offloading_weights=False)
+    assert trained(model, device) == trained(gpt(device), device)
+
+
 def test_weights_are_clipped_by_the_largest_scores(device: str, megatron: Any) -> None:
     """Its `qk_clip`, which asks attention for `return_max_logit`."""
     plain = trained(gpt(device), device, 1)

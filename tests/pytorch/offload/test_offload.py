@@ -1,6 +1,8 @@
 """`get_cpu_offload_context`: saved tensors wait on the host, and no bit changes."""
 
 import gc
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +233,33 @@ def test_on_the_cpu_nothing_happens(monkeypatch) -> None:
     assert_equal(train(model(3), (context, synchronize)), plain(3))
     x = torch.ones(3)
     assert synchronize(x) is x and synchronize() is None
+
+
+@pytest.mark.parametrize("memory", [None, Memory()], ids=["cpu", "gpu"])
+def test_a_context_says_whether_it_is_open(memory: Memory | None, monkeypatch) -> None:
+    """As Megatron-Core asks, also within an error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    context: Any = Offload(1, 2, True, True, memory) if memory else None
+    context = context or te.get_cpu_offload_context(enabled=True)[0]
+    assert context.inside_context is False
+    for error in (None, RuntimeError):
+        with pytest.raises(error) if error else nullcontext(), context:
+            assert context.inside_context is True
+            if error:
+                raise error
+        assert context.inside_context is False
+
+
+def test_a_context_that_does_nothing_compiles() -> None:
+    context, synchronize = te.get_cpu_offload_context(enabled=False)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with context:
+            y = x * 2
+        return synchronize(y)
+
+    assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0))
 
 
 def test_errors() -> None:
