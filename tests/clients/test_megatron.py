@@ -3,6 +3,7 @@
 On the CPU Megatron needs learned positions: its rotary ones ask for the current CUDA device.
 """
 
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,6 +286,43 @@ def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
     other = gpt(device, **experts, fp8_recipe="tensorwise").decoder.layers[0].mlp.experts
     assert other.load_state_dict(mlp.state_dict(), strict=True) == ([], [])
     assert_bitwise(other.linear_fc1.weight3, mlp.linear_fc1.weight3)
+
+
+@pytest.mark.parametrize("param", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_entries_of_experts_in_distributed_checkpoints(
+    name: str, param: bool, device: str, megatron: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert has an entry with FP8 state; none is unpickled. Megatron writes files on GPUs."""
+    settings = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
+    settings |= {"fp8_recipe": name, "fp8_param": param}
+    recipe = DelayedScaling() if name == "delayed" else Float8CurrentScaling()
+    x = torch.linspace(-1, 1, 32 * 64, device=device).view(32, 64)
+
+    def results(mlp: torch.nn.Module) -> list[torch.Tensor]:
+        found = []
+        for factor in (1, 3):
+            tokens, probs = torch.tensor([5, 0, 16, 11]), torch.full((32,), 0.5, device=device)
+            mlp.linear_fc1.is_first_microbatch = mlp.linear_fc2.is_first_microbatch = True
+            with te.fp8_autocast(fp8_recipe=recipe):
+                out, _ = mlp((factor * x).to(mlp.linear_fc1.weight0.dtype), tokens, probs)
+            out.float().square().mean().backward()
+            found.append(out.detach())
+        return found
+
+    source, target = (gpt(device, **settings).decoder.layers[0].mlp.experts for _ in range(2))
+    results(source)
+    for layer in (source.linear_fc1, target.linear_fc1):
+        monkeypatch.setattr(type(layer), "_decode_extra_state", None)
+    groups = {"dp_cp_group": megatron.get_data_parallel_group(with_context_parallel=True)}
+    entries = source.sharded_state_dict(metadata=groups)
+    assert "linear_fc1._extra_state3" in entries
+    saved = io.BytesIO()
+    torch.save({key: entry.data for key, entry in entries.items()}, saved)
+    saved.seek(0)
+    assert target.load_state_dict(torch.load(saved, weights_only=True), strict=True) == ([], [])
+    assert_bitwise(target.linear_fc1.get_extra_state(), source.linear_fc1.get_extra_state())
+    assert_equal(results(target), results(source))
 
 
 @pytest.mark.gpu

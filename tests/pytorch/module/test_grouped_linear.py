@@ -69,7 +69,9 @@ def test_checkpoints(device: str) -> None:
     weights, biases = ([f"{kind}{i}" for i in range(3)] for kind in ("weight", "bias"))
     assert list(state) == [*weights, *biases, "_extra_state"]
     assert state["weight1"].shape == (48, 32) and state["bias2"].shape == (48,)
-    target.load_state_dict(state)
+    repeated = {f"_extra_state{i}": state["_extra_state"] for i in (1, 2)}  # as Megatron does
+    assert not source.fp8_meta["fp8_checkpoint"]  # else it would unpickle them
+    target.load_state_dict({**state, **repeated})
     assert_bitwise(target.get_extra_state(), source.get_extra_state())
     with torch.no_grad(), te.fp8_autocast():
         assert_bitwise(target(x, SPLITS), source(x, SPLITS))

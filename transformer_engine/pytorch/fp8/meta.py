@@ -57,7 +57,8 @@ class Fp8Meta(Mapping[str, Any]):
       defaults.
     - `fp8_max_fwd`, `fp8_max_bwd`: largest values of that recipe's formats.
     - `num_gemms`: how many GEMMs the scales are for.
-    - `fp8_checkpoint`: whether state dicts of the module carry scales.
+    - `fp8_checkpoint`: whether state dicts of the module carry scales; never in `GroupedLinear`,
+      where Megatron-Core would unpickle the state to take it apart.
     - `scaling_fwd`, `scaling_bwd`: see `Fp8Scales`; absent before delayed scaling.
 
     >>> import transformer_engine.pytorch as te
@@ -83,7 +84,7 @@ class Fp8Meta(Mapping[str, Any]):
             "fp8_max_fwd": recipe.fp8_format.value.max_fwd,
             "fp8_max_bwd": recipe.fp8_format.value.max_bwd,
             "num_gemms": module.gemm_count,
-            "fp8_checkpoint": bool(scaling),
+            "fp8_checkpoint": bool(scaling) and not module.joint_state,
             **{
                 key: Fp8Scales(scaling[direction], module.name)
                 for key, direction in _SCALES.items()

@@ -36,6 +36,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
     """
 
     name: str
+    joint_state = False  # its FP8 state is that of several layers side by side
     __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, gemms: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     """
 
     _shown = ("num_gemms", "in_features", "out_features", "use_bias")
+    joint_state = True
 
     def __init__(
         self,
@@ -251,6 +252,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._lend()
         for part in reversed(self._parts):
             part.backward_dw()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        """Load; of the entries in which Megatron-Core repeats the FP8 state, the first is enough.
+
+        Its hook, which runs later, would unpickle them.
+        """
+        repeated = {f"{prefix}_extra_state{i}" for i in range(1, self.num_gemms)}
+        own = {key: value for key, value in state_dict.items() if key not in repeated}
+        super()._load_from_state_dict(own, prefix, *others)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group; see `Linear`."""
