@@ -8,11 +8,12 @@ because scripts written for other versions pass them; misspelt ones are errors.
 from __future__ import annotations
 
 import inspect
+import numbers
 import operator
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -44,18 +45,54 @@ class Format(Enum):
 
 
 @dataclass(frozen=True)
-class MMParams:
+class _Checked:
+    """Base of what is written out in scripts: values of other types than the fields' are errors."""
+
+    def _check_types(self) -> None:
+        for one in fields(self):
+            types, expected = _TYPES.get(str(one.type), (object, ""))
+            value = getattr(self, one.name)
+            if types is bool and str(getattr(value, "dtype", "")) == "bool":  # numpy.bool_
+                object.__setattr__(self, one.name, bool(value))
+            else:
+                self._expect(one.name, isinstance(value, types), expected)
+
+    def _expect(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            value = attrgetter(name)(self)
+            raise ValueError(
+                f"[{type(self).__name__}] expected {name} to be {expected}, got {value!r}"
+            )
+
+
+@dataclass(frozen=True)
+class MMParams(_Checked):
     """How a GEMM accumulates: `use_split_accumulator=True` promotes to fp32 regularly."""
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        self._check_types()
+
 
 @dataclass(frozen=True)
-class QParams:
+class QParams(_Checked):
     """How one kind of tensor is quantised under current scaling."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+# By annotation: the types of values, and how messages name them.
+_TYPES: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),
+    "float": (numbers.Real, "a number"),
+    "MMParams": (MMParams, "an MMParams, such as MMParams()"),
+    "QParams": (QParams, "a QParams, such as QParams()"),
+}
 
 
 def _tolerant(recipe: T) -> T:
@@ -82,7 +119,7 @@ def _tolerant(recipe: T) -> T:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(_Checked):
     """Base of all recipes; the predicates tell the families apart."""
 
     def delayed(self) -> bool:
@@ -112,13 +149,6 @@ class Recipe:
     def custom(self) -> bool:
         """Whether users supply the quantizers."""
         return False
-
-    def _expect(self, name: str, fits: bool, expected: str) -> None:
-        if not fits:
-            value = attrgetter(name)(self)
-            raise ValueError(
-                f"[{type(self).__name__}] expected {name} to be {expected}, got {value!r}"
-            )
 
 
 @_tolerant
@@ -159,9 +189,11 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         format, algorithm = self.fp8_format, self.amax_compute_algo
         margins = range(-_LARGEST_MARGIN, _LARGEST_MARGIN + 1)
         self._take_int("margin", margins, f"an int within +-{_LARGEST_MARGIN}")
+        self._take_int("interval", range(1, sys.maxsize), "an int >= 1")
         self._expect("fp8_format", isinstance(format, Format), "a Format, such as Format.HYBRID")
         trains = "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)"
         self._expect("fp8_format", format is not Format.E5M2, trains)
@@ -211,7 +243,7 @@ class Float8CurrentScaling(Recipe):
         fp8_mha: likewise.
 
     Raises:
-        ValueError: another format.
+        ValueError: a value other than these.
 
     >>> Float8CurrentScaling().fp8_format
     <Format.HYBRID: _FormatRange(max_fwd=448.0, max_bwd=57344.0)>
@@ -229,6 +261,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         known = self.fp8_format in (Format.HYBRID, Format.E4M3)
         self._expect("fp8_format", known, "Format.HYBRID or Format.E4M3")
 
@@ -284,6 +317,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._expect("fp8_format", self.fp8_format is Format.E4M3, "Format.E4M3")
         wide = []
         for kind in ("x", "w", "grad"):

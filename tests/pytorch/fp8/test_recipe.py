@@ -93,6 +93,38 @@ def test_bad_values_are_refused_at_construction(arguments: dict, message: str) -
         DelayedScaling(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        (DelayedScaling, {"reduce_amax": "False"}, "reduce_amax to be True or False, got 'False'"),
+        (DelayedScaling, {"fp8_dpa": "no"}, "fp8_dpa to be True or False"),
+        (DelayedScaling, {"interval": Format.E4M3}, "interval to be an int >= 1, got <Format.E4M3"),
+        (Float8CurrentScaling, {"use_power_2_scales": 1}, "use_power_2_scales to be True or False"),
+        (Float8CurrentScaling, {"fp8_quant_fwd_inp": True}, "fp8_quant_fwd_inp to be a QParams"),
+        (Float8BlockScaling, {"fp8_gemm_fprop": False}, "fp8_gemm_fprop to be an MMParams"),
+        (Float8BlockScaling, {"use_f32_scales": "no"}, "use_f32_scales to be True or False"),
+        (QParams, {"power_2_scale": "no"}, "power_2_scale to be True or False"),
+        (QParams, {"amax_epsilon": "1e-3"}, "amax_epsilon to be a number"),
+        (MMParams, {"use_split_accumulator": None}, "use_split_accumulator to be True or False"),
+    ],
+)
+def test_fields_of_other_types_are_refused(kind: type, arguments: dict, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] expected {expected}"):
+        kind(**arguments)
+
+
+def test_flags_of_autocasts_are_no_words() -> None:
+    for flag in ("enabled", "calibrating"):
+        with pytest.raises(TypeError, match=rf"\[autocast\] expected {flag} to be True or False"):
+            te.autocast(**{flag: "False"})
+    for flag in ("enabled", "preserve_high_precision_init_val"):
+        with pytest.raises(TypeError, match=f"expected {flag} to be True or False, got 'yes'"):
+            te.quantized_model_init(**{flag: "yes"})
+    for value in (True, 1, None, np.True_):
+        te.autocast(enabled=value, calibrating=value)
+        te.fp8_model_init(enabled=value)
+
+
 def test_override_linear_precision_is_accepted_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="override_linear_precision is accepted"):
         DelayedScaling(override_linear_precision=(False, False, True))
@@ -100,7 +132,7 @@ def test_override_linear_precision_is_accepted_with_a_warning() -> None:
 
 def test_numbers_and_lists_of_any_library_make_equal_recipes() -> None:
     numbers: dict = {"margin": np.int64(1), "amax_history_len": np.int32(16)}
-    flags: dict = {"override_linear_precision": [False, False, False]}
+    flags: dict = {"override_linear_precision": [False, False, False], "fp8_dpa": np.False_}
     other, own = DelayedScaling(**numbers, **flags), DelayedScaling(margin=1, amax_history_len=16)
     assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
     with te.autocast(recipe=other):

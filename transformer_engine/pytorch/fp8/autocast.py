@@ -47,6 +47,14 @@ def scope_of(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any
     return Scope(enabled, calibrating, checked_recipe(recipe), group)
 
 
+def check_flags(op: str, **values: Any) -> None:
+    """Raise TypeError unless every argument is True or False, or what scripts have for these."""
+    for name, value in values.items():
+        if value not in (True, False, None):
+            recipe = ": pass a recipe by keyword, recipe=..." if isinstance(value, Recipe) else ""
+            raise TypeError(f"[{op}] expected {name} to be True or False, got {value!r}{recipe}")
+
+
 class autocast(ContextDecorator):
     """Run modules inside in FP8.
 
@@ -59,7 +67,7 @@ class autocast(ContextDecorator):
 
     Raises:
         ValueError: the recipe is not one of this package's.
-        TypeError: a recipe in place of a flag; an object in place of a process group.
+        TypeError: flags that are none; an object in place of a process group.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -77,13 +85,7 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        flags: dict[str, Any] = {"enabled": enabled, "calibrating": calibrating}
-        for flag, value in flags.items():
-            if isinstance(value, Recipe):
-                raise TypeError(
-                    f"[{type(self).__name__}] expected {flag} to be True or False, got {value!r}: "
-                    "pass a recipe by keyword, recipe=..."
-                )
+        check_flags(type(self).__name__, enabled=enabled, calibrating=calibrating)
         self._scope = scope_of(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:

@@ -6,6 +6,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.fp8.autocast import check_flags
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import find_rules, recipe_names
 
@@ -66,6 +67,7 @@ class quantized_model_init(ContextDecorator):
 
     Raises:
         ValueError: another recipe, or one with other blocks of weights than 128 x 128.
+        TypeError: flags that are none.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -81,6 +83,11 @@ class quantized_model_init(ContextDecorator):
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
+        check_flags(
+            type(self).__name__,
+            enabled=enabled,
+            preserve_high_precision_init_val=preserve_high_precision_init_val,
+        )
         if enabled and recipe is not None:
             _check(recipe)
         self._init = ModelInit(enabled, recipe, preserve_high_precision_init_val)
