@@ -171,6 +171,10 @@ def check_options(options: argparse.Namespace) -> None:
     for flag, path in (("checkpoint", options.checkpoint), ("plot", options.plot)):
         if path and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}: there is no folder {path.parent}")
+        if path and path.is_dir():
+            raise UsageError(f"--{flag} {path}: expected a file, got a folder")
+    if options.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"--plot {options.plot}: expected a name that ends in .png, .pdf or .svg")
     if options.inspect and options.compare:
         raise UsageError("--inspect does not go with --compare")
     if options.inspect and not options.inspect.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,8 @@ class Settings:
         for name in ("layers", "hidden", "heads", "seq", "batch", "steps", "lr", "validate_every"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"--{_flag(name)} must be above 0, got {getattr(self, name)}")
+        if not math.isfinite(self.lr):
+            raise UsageError(f"--lr must be finite, got {self.lr}")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         if self.hidden % self.heads:
