@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -65,5 +66,7 @@ def command_to_go_on(options: Options, arguments: Sequence[str] | None) -> str:
             del words[: not has_value]
         elif name != "--resume":
             others.append(word)
-    command = ["python", sys.argv[0], *others, "--checkpoint", str(options.checkpoint), "--resume"]
-    return shlex.join(command)
+    ranks = os.environ.get("WORLD_SIZE")
+    start = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
+    path = str(options.checkpoint)
+    return shlex.join([*start, sys.argv[0], *others, "--checkpoint", path, "--resume"])

@@ -8,7 +8,7 @@ import pytest
 from train_gpt_runs import assert_same_run, run, write_text
 
 import train_gpt
-from gpt.options import named_options, notes
+from gpt.options import command_to_go_on, named_options, notes
 from gpt.training import Training
 
 
@@ -45,6 +45,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert (words[0], words[-3:]) == ("python", ["--checkpoint", "train_gpt.pt", "--resume"])
     assert train_gpt.main(words[2:]) == 0
     assert_same_run("whole.pt", "train_gpt.pt")
+
+
+def test_ranks_go_on_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train_gpt.py"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--fsdp", "--checkpoint", "run.pt", "--stop-after", "3"]
+    command = command_to_go_on(train_gpt.make_parser().parse_args(words), words)
+    start = "torchrun --nproc-per-node 4 train_gpt.py"
+    assert command == f"{start} --fsdp --checkpoint run.pt --resume"
 
 
 def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
