@@ -97,13 +97,18 @@ def cast_once(model: nn.Module, settings: Settings) -> nn.Module:
 
 def _encoded(prompts: Sequence[str], count: int, settings: Settings) -> list[bytearray]:
     texts = [bytearray(prompt.encode()) for prompt in prompts]
+    longest = max(map(len, texts))
+    if longest >= settings.seq:
+        raise UsageError(
+            f"expected prompts shorter than {settings.seq} bytes, the window of the model, got one"
+            f" of {longest}"
+        )
     if not all(texts) or count < 1:
         raise UsageError("expected prompts that are not empty, and a byte or more to write")
-    longest = max(map(len, texts)) + count
-    if longest > settings.seq:
+    if longest + count > settings.seq:
         raise UsageError(
-            f"prompt and text have {longest} bytes, and the model was trained on windows of "
-            f"{settings.seq}; lower --bytes"
+            f"prompt and text have {longest + count} bytes, and the model was trained on windows of"
+            f" {settings.seq}; lower --bytes"
         )
     return texts
 

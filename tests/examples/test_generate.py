@@ -104,7 +104,8 @@ def test_program(checkpoint, capsys):
     ("arguments", "message"),
     [
         (["missing.pt"], "there is no checkpoint missing.pt"),
-        (["--prompt", "x" * 40, "--bytes", "20"], "have 60 bytes"),
+        (["--prompt", "x" * 20, "--bytes", "20"], "have 40 bytes"),
+        (["--prompt", "x" * 40], "prompts shorter than 32 bytes, the window of the model, got one"),
         ([__file__], "is no checkpoint of train_gpt.py, or is damaged"),
         (["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
         (["--prompt", ""], "prompts that are not empty"),
