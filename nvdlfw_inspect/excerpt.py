@@ -20,7 +20,7 @@ def pointed(problem: str, source: object) -> str:
     Example:
         >>> print(pointed("c.yaml:2:3: expected spaces, got a tab", b"a:\n  \tb: 1\n"))
         c.yaml:2:3: expected spaces, got a tab
-              b: 1
+               b: 1
               ^
     """
     place = PLACE.match(problem)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+OPTIONS = doctest.ELLIPSIS
 PACKAGES = {
     "transformer_engine.pytorch.export.onnx": ("onnx", "onnxscript"),
     "nvdlfw_inspect.report.table": ("rich",),

@@ -59,7 +59,9 @@ def test_listings_run(
         else:
             exec(compile(listing, document, "exec"), module.__dict__)
     debug_api.end_debug()
-    assert "WARNING" not in capfd.readouterr().err  # of the debugger
+    shown = capfd.readouterr()
+    assert "WARNING" not in shown.err  # of the debugger
+    assert shown.out.count("\n") < 50, "more than readers look at"
 
 
 def test_what_pages_include_is_there() -> None:
