@@ -112,6 +112,10 @@ FakeTensor: type = found("torch._subclasses.fake_tensor:FakeTensor", type("FakeT
 no_torch_function: Any = found(
     "torch:_C._disabled_torch_function_impl", torch.nn.Parameter.__torch_function__
 )
+# Without: native code that asks a wrapper around other tensors where its memory is gets null.
+refuse_data_ptr: Callable[[torch.Tensor], None] = found(
+    "torch:_C._set_throw_on_mutable_data_ptr", lambda x: None
+)
 # Graphs keep calls of such an operator. Without: those whose results nobody takes may be dropped.
 keep_calls: Callable[[Any], Any] = found("torch.fx.node:has_side_effect", lambda operator: operator)
 # Without: a second backward is refused in torch's own words.

@@ -228,6 +228,12 @@ def test_what_needs_storage_is_refused_by_name(layer: te.Linear, use, device: st
         use(layer.weight)
 
 
+def test_native_code_gets_no_address(layer: te.Linear) -> None:
+    for use in (torch.utils.dlpack.to_dlpack, torch.Tensor.data_ptr):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            use(layer.weight.detach())
+
+
 @pytest.mark.filterwarnings("ignore:.*which cuts blocks")
 def test_collectives_are_refused_by_name(tmp_path, kind) -> None:
     """They would reach values that are made for them alone, and change no weight."""

@@ -59,13 +59,6 @@ class QuantizedTensor(WithoutStorage):
             cls.parts = property(attrgetter(*cls.part_names))  # type: ignore[assignment]
 
     @classmethod
-    def wrap(cls, shape: torch.Size, dtype: torch.dtype, data: torch.Tensor) -> Any:
-        """An instance with a nominal dtype, on the device of `data`."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=data.device, requires_grad=False
-        )
-
-    @classmethod
     def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Any:
         """A tensor of parts and facts as another one has them."""
         raise NotImplementedError

@@ -6,12 +6,26 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._torch_private import refuse_data_ptr
+
 
 class WithoutStorage(torch.Tensor):
-    """Base of wrappers around other tensors."""
+    """Base of wrappers around other tensors.
+
+    `untyped_storage()` stays torch's, whose compiler tells tensors apart by it.
+    """
 
     # Native code must unpack the payload: this keeps it from seeing an empty tensor.
     __dlpack_c_exchange_api__ = None
+
+    @classmethod
+    def wrap(cls, shape: torch.Size, dtype: torch.dtype, data: torch.Tensor) -> Any:
+        """An instance with a nominal dtype, on the device of `data`."""
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=data.device, requires_grad=False
+        )
+        refuse_data_ptr(wrapper)
+        return wrapper
 
     @property
     def label(self) -> str:
