@@ -1,4 +1,6 @@
-"""Layers on the meta device give results on meta: shapes and dtypes without memory."""
+"""Tensors on meta: layers there give results without memory, and others beside them errors."""
+
+import re
 
 import pytest
 import torch
@@ -118,3 +120,61 @@ def test_parameters_on_meta_keep_what_users_set(in_fp8: bool) -> None:
     assert type(layer.weight) is kind and not layer.weight.is_meta
     assert not layer.weight.requires_grad and layer.bias.requires_grad
     assert layer.weight.mark == layer.bias.mark == "mine"
+
+
+HEADS = torch.ones(8, 2, 4, 16)
+ELSEWHERE = {
+    "attention_mask": ({"attn_mask_type": "padding"}, (2, 1, 1, 8), torch.bool),
+    "cu_seqlens_kv": (
+        {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 8, 16]).int()},
+        (3,),
+        torch.int32,
+    ),
+    "core_attention_bias": (
+        {"core_attention_bias_type": "post_scale_bias"},
+        (1, 4, 8, 8),
+        torch.float32,
+    ),
+    "alibi_slopes": ({"core_attention_bias_type": "alibi"}, (4,), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_attention_names_what_is_elsewhere(name: str) -> None:
+    others, shape, dtype = ELSEWHERE[name]
+    attention = te.DotProductAttention(4, 16, name="core")
+    arguments: dict = {**others, name: torch.empty(shape, dtype=dtype, device="meta")}
+    text = f"{name} on cpu, where query_layer is, got meta (layer core)"
+    with pytest.raises(ValueError, match=re.escape(f"[DotProductAttention] expected {text}")):
+        attention(HEADS, HEADS, HEADS, **arguments)
+    with pytest.raises(ValueError, match=r"expected value_layer on cpu, where query_layer is, got"):
+        attention(HEADS, HEADS, HEADS.to("meta"))
+
+
+def test_other_calls_name_what_is_elsewhere() -> None:
+    x, target = torch.ones(4, 16), torch.zeros(4, dtype=torch.long)
+    mha = te.MultiheadAttention(64, 4, device="cpu", name="mha")
+    angles = te.RotaryPositionEmbedding(16)(8).to("meta")
+    for call, text in (
+        (
+            lambda: te.parallel_cross_entropy(x, target.to("meta")),
+            "[parallel_cross_entropy] expected target on cpu, where inp is, got meta",
+        ),
+        (
+            lambda: te.linear_cross_entropy(x, x.to("meta"), target),
+            "[linear_cross_entropy] expected weight on cpu, where hidden is, got meta",
+        ),
+        (
+            lambda: te.attention.apply_rotary_pos_emb(HEADS, angles),
+            "[apply_rotary_pos_emb] expected freqs on cpu, where t is, got meta",
+        ),
+        (
+            lambda: mha(HEADS.flatten(2), rotary_pos_emb=(angles, angles)),
+            "expected rotary_pos_emb on cpu, where hidden_states is, got meta (layer mha)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+    grouped = te.GroupedLinear(2, 16, 16, device="cpu", name="moe")
+    with pytest.raises(TypeError, match=r"expected m_splits to be ints, got .*meta.*\(layer moe"):
+        grouped(x, torch.tensor([2, 2], device="meta"))

@@ -31,7 +31,7 @@ from transformer_engine.pytorch.cross_entropy.parallel import (
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_plain, check_tensors
+from transformer_engine.pytorch.module.inputs import check_devices, check_plain, check_tensors
 from transformer_engine.pytorch.parallel.groups import check_group
 
 __all__ = ["linear_cross_entropy"]
@@ -83,9 +83,9 @@ def linear_cross_entropy(
         where nobody waits to look at targets, the loss of a target that is no class is NaN.
 
     Raises:
-        ValueError: shapes that do not fit; in FP8, features or classes that are no multiples of 16;
-            an unknown reduction; no `weight.main_grad` where it is asked for; on a CPU in eager
-            mode, targets that are no classes.
+        ValueError: shapes or devices that do not fit; in FP8, features or classes that are no
+            multiples of 16; an unknown reduction; no `weight.main_grad` where it is asked for; on
+            a CPU in eager mode, targets that are no classes.
         TypeError: other dtypes; a weight in FP8; a group that is none; `fp8` that is no bool.
         RuntimeError: gradients of gradients.
 
@@ -96,7 +96,9 @@ def linear_cross_entropy(
     """
     check_group(_OP, "dist_process_group", dist_process_group)
     own_bias = {} if bias is None else {"bias": bias}
-    check_tensors(_OP, hidden=hidden, weight=weight, target=target, **own_bias)
+    tensors = {"hidden": hidden, "weight": weight, "target": target, **own_bias}
+    check_tensors(_OP, **tensors)
+    check_devices(_OP, **tensors)
     check_plain(_OP, weight=weight)
     wants_grad, into = torch.is_grad_enabled(), WgradTarget(None)
     if fuse_wgrad_accumulation and wants_grad and weight.requires_grad:

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
     IGNORED,
     cross_entropy_forward,
 )
-from transformer_engine.pytorch.module.inputs import check_tensors, refuse_dtype
+from transformer_engine.pytorch.module.inputs import check_devices, check_tensors, refuse_dtype
 from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.groups import check_group
 
@@ -51,7 +51,8 @@ def parallel_cross_entropy(
         targets, the loss of a target that is no class is NaN.
 
     Raises:
-        ValueError: shapes that do not fit; on a CPU in eager mode, targets that are no classes.
+        ValueError: shapes or devices that do not fit; on a CPU in eager mode, targets that are no
+            classes.
         TypeError: other dtypes; a group that is none.
 
     >>> logits = torch.zeros(1, 2, 4, requires_grad=True)
@@ -61,6 +62,7 @@ def parallel_cross_entropy(
     op = "parallel_cross_entropy"
     check_group(op, "dist_process_group", dist_process_group)
     check_tensors(op, inp=inp, target=target)
+    check_devices(op, inp=inp, target=target)
     if inp.dtype not in HIGH_PRECISION:
         refuse_dtype(op, "inp", inp.dtype, None)
     if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:

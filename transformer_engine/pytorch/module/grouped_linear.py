@@ -281,7 +281,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         try:
             splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
             return [size if isinstance(size, int) else operator.index(size) for size in splits]
-        except TypeError as error:
+        except (NotImplementedError, TypeError) as error:  # the first of a tensor on meta
             raise TypeError(
                 f"[GroupedLinear] expected m_splits to be ints, got {m_splits} (layer {self.name})"
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +22,8 @@ _Tensor, _strided = torch.Tensor, torch.strided
 LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
 Parameters = Sequence[torch.Tensor | None]
 Forward = TypeVar("Forward", bound=Callable[..., Any])
+# What errors of torch and of kernels say of tensors on other devices, without their names.
+_OTHER_DEVICE = ("same device", "expected device", "meta")
 
 
 def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
@@ -118,10 +121,26 @@ def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> 
     """Raise ValueError unless the input is on the device of every parameter."""
     for parameter in parameters:
         if parameter is not None and parameter.device != x.device:
-            raise ValueError(
-                f"[{type(module).__name__}] expected inp on {parameter.device}, where "
-                f"{_name_of(module, parameter)} is, got {x.device} (layer {module.name})"
-            )
+            beside = _name_of(module, parameter), parameter.device
+            op, layer = type(module).__name__, module.name
+            _refuse_device(op, "inp", x.device, *beside, layer)  # type: ignore[arg-type]
+
+
+def check_devices(op: str, layer: str | None = None, /, **values: object) -> None:
+    """Raise ValueError unless all tensors among these arguments are where the first of them is."""
+    lists = [(name, x if isinstance(x, tuple | list) else (x,)) for name, x in values.items()]
+    placed = [(name, x.device) for name, xs in lists for x in xs if isinstance(x, _Tensor)]
+    for name, device in placed[1:]:
+        if device != placed[0][1]:
+            _refuse_device(op, name, device, *placed[0], layer)
+
+
+def _refuse_device(
+    op: str, name: str, got: torch.device, beside: str, expected: torch.device, layer: str | None
+) -> NoReturn:
+    raise ValueError(
+        f"[{op}] expected {name} on {expected}, where {beside} is, got {got}{in_layer(layer)}"
+    )
 
 
 def checked_dtype(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
@@ -150,7 +169,7 @@ def _name_of(module: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def names_layer(forward: Forward) -> Forward:
-    """Add the name of the layer to errors that a `forward` raises."""
+    """Add the name of the layer to errors that a `forward` raises, and say what is elsewhere."""
 
     @functools.wraps(forward)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,8 +177,12 @@ def names_layer(forward: Forward) -> Forward:
             return forward(self, *args, **kwargs)
         try:
             return forward(self, *args, **kwargs)
-        except (NotImplementedError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             text = str(error)
+            if any(words in text for words in _OTHER_DEVICE):
+                parameters = [*inspect.signature(forward).parameters][1:]
+                explicit = dict(zip(parameters, args, strict=False)) | kwargs
+                check_devices(type(self).__name__, self.name, **explicit)
             if self.name and text.startswith("[") and "(layer " not in text:
                 # The rest of a message of several lines is a table.
                 first, newline, rest = text.partition("\n")

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import (
     can_read,
+    check_devices,
     check_rise,
     check_tensors,
     known_lengths,
@@ -151,10 +152,10 @@ def apply_rotary_pos_emb(
         cp_rank: this rank among them.
 
     Raises:
-        ValueError: shapes that do not fit together; sequences without start positions that are
-            longer than `freqs`, start positions below 0, and `cu_seqlens` that fall or go beyond
-            the tokens, where they are on the CPU; with several ranks, sequences that cannot be cut
-            into `2 * cp_size` chunks, and start positions of other formats than `thd`.
+        ValueError: shapes or devices that do not fit together; sequences without start positions
+            that are longer than `freqs`, start positions below 0, and `cu_seqlens` that fall or go
+            beyond the tokens, where they are on the CPU; with several ranks, sequences that cannot
+            be cut into `2 * cp_size` chunks, and start positions of other formats than `thd`.
         TypeError: `t` or `freqs` is no tensor, or not of floating point.
     """
     check_rank(cp_size, cp_rank)
@@ -162,6 +163,7 @@ def apply_rotary_pos_emb(
     if not t.dtype.is_floating_point:
         raise TypeError(f"[apply_rotary_pos_emb] expected t of floating point, got {t.dtype}")
     check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
+    check_devices("apply_rotary_pos_emb", t=t, freqs=freqs)
     if tensor_format == "thd" and cu_seqlens is not None:
         check_rise("apply_rotary_pos_emb", "cu_seqlens", cu_seqlens, t.shape[0] * cp_size)
     if start_positions is not None:
