@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import threading
+from collections.abc import Collection
 from typing import Any
 
 from nvdlfw_inspect.debug_manager import DebugManager
@@ -223,13 +224,22 @@ def explain_features(features: str | list[str] | None = None) -> None:
     Args:
         features: A name such as "LogTensorStats" or "transformer_engine.LogTensorStats", a list of
             names, or "all".
+
+    Raises:
+        TypeError: Something else.
     """
     known = _features()
     if features is None:
         print_rank_0('No feature provided. Please name some, or say "all".')
         return
     chosen = list(known) if features == "all" else features
-    for name in [chosen] if isinstance(chosen, str) else chosen:
+    chosen = [chosen] if isinstance(chosen, str) else chosen
+    if not isinstance(chosen, Collection) or not all(isinstance(name, str) for name in chosen):
+        raise TypeError(
+            f"[explain_features] expected the name of a feature, a list of names, or 'all', got"
+            f" {features!r}"
+        )
+    for name in chosen:
         found = [one for one in known if name in (one, one.rpartition(".")[2])]
         if not found:
             near = difflib.get_close_matches(name, [n.rpartition(".")[2] for n in known], 1)

@@ -1,8 +1,11 @@
 """`te.parallelize`: ranks share a model that is built, beside the same model in one process."""
 
 import pytest
+import torch
 from parallelize_ranks import OF_FOUR, SCENARIOS, scenarios
 from ranks import run_ranks
+
+import transformer_engine.pytorch as te
 
 pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
@@ -29,3 +32,8 @@ def test_two_ranks_share_a_built_model(two: list[dict[str, str]], scenario: str)
 @pytest.mark.parametrize("scenario", OF_FOUR)
 def test_four_ranks_share_a_built_model(four: list[dict[str, str]], scenario: str) -> None:
     assert [found[scenario] for found in four] == [""] * 4
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^\[parallelize\] expected .*, got Linear and NoneType"):
+        te.parallelize(torch.nn.Linear(2, 2), None)

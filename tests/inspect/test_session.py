@@ -272,6 +272,8 @@ def test_features_are_listed_and_explained(
     assert "feature: ns.Absent is not supported in this tool." in capsys.readouterr().out
     debug_api.explain_features("Countr")
     assert "not supported in this tool; did you mean Counter?" in capsys.readouterr().out
+    with pytest.raises(TypeError, match=r"^\[explain_features\] expected the name .*, got 3"):
+        debug_api.explain_features(3)
     debug_api.explain_features()
     assert "No feature provided." in capsys.readouterr().out
 

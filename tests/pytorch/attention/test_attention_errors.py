@@ -40,6 +40,11 @@ def test_backends_explain_themselves(monkeypatch):
     assert attention_backends(device="cuda", is_training=False)["sdpa"] is None
 
 
+def test_a_table_of_no_device():
+    with pytest.raises(ValueError, match=r"^\[attention_backends\] expected device .*, got 'gpu'"):
+        attention_backends(device="gpu")
+
+
 def test_choice_and_table_agree(monkeypatch):
     """What the debug log says of a call is what the table says of the same arguments."""
     monkeypatch.setenv("NVTE_DEBUG", "1")

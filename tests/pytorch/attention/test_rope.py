@@ -262,6 +262,10 @@ def test_bad_arguments():
     for share, factor in ((1.5, None), (0.0, None), (1.0, 0.0), (1.0, -2.0)):
         with pytest.raises(ValueError, match=rf"in \(0, 1\] and .* got {share} and {factor}"):
             RotaryPositionEmbedding(8, share, factor)
+    with pytest.raises(ValueError, match="expected max_seq_len >= 0, got -3"):
+        RotaryPositionEmbedding(8)(-3)
+    with pytest.raises(TypeError, match="expected max_seq_len to be an int, got 'a'"):
+        RotaryPositionEmbedding(8)("a")
 
 
 @pytest.mark.parametrize("fused", [False, True])

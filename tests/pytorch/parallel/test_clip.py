@@ -25,3 +25,12 @@ def test_parameters_in_place_of_the_model_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"^\[clip_grad_norm_\] expected a model.*got generator"):
         te.distributed.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_norms_that_are_no_numbers_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match=r"^\[clip_grad_norm_\] expected max_norm to be a number"):
+        te.distributed.clip_grad_norm_(model, None)
+    with pytest.raises(TypeError, match=r"^\[clip_factor\] expected max_norm .* number, got '1'"):
+        te.optimizers.clip_factor(model.parameters(), "1")

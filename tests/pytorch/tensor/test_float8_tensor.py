@@ -145,6 +145,22 @@ def test_torchs_names_of_fp8_are_taken(dtype) -> None:
         Float8CurrentScalingQuantizer(torch.bool)
 
 
+@pytest.mark.parametrize("kind", [Float8Quantizer, Float8CurrentScalingQuantizer])
+def test_what_is_no_tensor_to_quantize(kind) -> None:
+    state = (torch.ones(1), torch.zeros(1)) if kind is Float8Quantizer else ()
+    quantizer = kind(*state, te.DType.kFloat8E4M3)
+    for call in (quantizer, quantizer.quantize):
+        with pytest.raises(TypeError, match=rf"^\[{kind.__name__}\] expected tensor .*, got list"):
+            call([1.0])
+        with pytest.raises(ValueError, match="one dimension or more, got shape \\(\\)"):
+            call(torch.tensor(1.0))
+
+
+def test_scales_that_are_no_tensors() -> None:
+    with pytest.raises(TypeError, match="scale and amax to be tensors, got float and Tensor"):
+        Float8Quantizer(1.0, torch.zeros(1), te.DType.kFloat8E4M3)
+
+
 def test_current_scaling_quantizer(device: str) -> None:
     x = torch.randn(4, 6, device=device)
     q = Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, force_pow_2_scales=True)(x)

@@ -42,15 +42,15 @@ def default_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _device_of(module: nn.Module, device: Any) -> torch.device:
+def device_of(op: str, layer: str | None, device: Any) -> torch.device:
     """`default_device`, whose error names the layer."""
     try:
         return default_device(device)
     except (RuntimeError, TypeError) as error:
         refused = TypeError if isinstance(error, TypeError) else ValueError
         raise refused(
-            f"[{type(module).__name__}] expected device to be a torch.device or a name such as"
-            f" 'cuda' or 'cpu', got {device!r}{in_layer(getattr(module, 'name', ''))}"
+            f"[{op}] expected device to be a torch.device or a name such as 'cuda' or 'cpu', got"
+            f" {device!r}{in_layer(layer)}"
         ) from error
 
 
@@ -97,7 +97,7 @@ class ParameterSet:
     ) -> None:
         """Register a module's parameters in order and, unless they are on meta, initialise them."""
         check_tracker(type(module).__name__, self._tracker, getattr(module, "name", ""))
-        on = _device_of(module, device)
+        on = device_of(type(module).__name__, getattr(module, "name", ""), device)
         for spec in specs:
             _check(module, spec, dtype)
             if spec.name in module._parameters:

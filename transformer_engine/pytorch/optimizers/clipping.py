@@ -37,7 +37,7 @@ def clip_factor(
         are, and `min(1, max_norm / norm)`.
 
     Raises:
-        TypeError: `tp_group` is no process group.
+        TypeError: `tp_group` is no process group, or `max_norm` no number.
         ValueError: with `tp_group`, a DTensor that does not say whether ranks have parts of it;
             `fully_shard` drops the attribute. `te.distributed.clip_grad_norm_` asks the model.
 
@@ -66,7 +66,7 @@ def clip_factor(
     cut = () if group_size(tp_group) == 1 else [_is_part(one, tp_group) for one in found]
     with torch.no_grad():
         norm = total_norm(gradients, cut, tp_group).float()
-        return norm, clipping(norm, max_norm)
+        return norm, clipping("clip_factor", norm, max_norm)
 
 
 def _is_part(parameter: torch.Tensor, group: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,6 +114,9 @@ def _square(parts: list[torch.Tensor], kind: _Kind) -> torch.Tensor:
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
-def clipping(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clipping(op: str, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
     """The factor for gradients with this norm, so that their norm is at most `max_norm`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if not isinstance(max_norm, numbers.Real | torch.Tensor):
+        raise TypeError(f"[{op}] expected max_norm to be a number, got {max_norm!r}")
+    factor: Any = max_norm / (norm + 1e-6)
+    return factor.clamp(max=1.0)

@@ -27,7 +27,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         The norm before clipping.
 
     Raises:
-        TypeError: parameters in place of a model.
+        TypeError: parameters in place of a model; a norm that is no number.
 
     >>> model = nn.Linear(4, 2)
     >>> model(torch.ones(1, 4)).sum().backward()
@@ -50,7 +50,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
     norm = total_norm(gradients, cut, group)
-    _multiply(gradients, clipping(norm, max_norm))
+    _multiply(gradients, clipping("clip_grad_norm_", norm, max_norm))
     return norm
 
 

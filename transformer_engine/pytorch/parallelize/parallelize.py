@@ -74,7 +74,8 @@ def parallelize(
         ValueError: a mesh without these dimensions; a name in the plan that no module has; sizes
             that ranks cannot share; layers that have run, that `fully_shard` has cut, or that
             were made for several ranks.
-        TypeError: a kind that a module cannot become; a subclass with a constructor of its own.
+        TypeError: no model or no mesh; a kind that a module cannot become; a subclass with a
+            constructor of its own.
 
     Example:
         >>> import torch
@@ -87,6 +88,11 @@ def parallelize(
         torch.Size([8, 2, 64])
         >>> dist.destroy_process_group()
     """
+    if not (isinstance(model, nn.Module) and isinstance(mesh, DeviceMesh)):
+        raise TypeError(
+            "[parallelize] expected a model and a DeviceMesh, got"
+            f" {type(model).__name__} and {type(mesh).__name__}"
+        )
     names = mesh.mesh_dim_names or ()
     if not {"tp", "cp"}.intersection(names):
         raise ValueError(

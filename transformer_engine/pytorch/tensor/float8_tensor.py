@@ -230,6 +230,11 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
+        if not (isinstance(scale, torch.Tensor) and isinstance(amax, torch.Tensor | None)):
+            raise TypeError(
+                "[Float8Quantizer] expected scale and amax to be tensors, got"
+                f" {type(scale).__name__} and {type(amax).__name__}"
+            )
         self.dtype = DType.of(fp8_dtype)
         super().__init__(scale, amax, int(self.dtype))
         self.set_usage(rowwise=rowwise, columnwise=columnwise)

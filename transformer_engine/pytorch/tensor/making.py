@@ -35,7 +35,12 @@ class TensorMaking:
             tensor: fp32, fp16 or bf16.
             out: tensor to write into instead of a new one.
             dtype: nominal dtype of a new one; None is that of `tensor`.
+
+        Raises:
+            TypeError: no tensor, or one of another dtype.
+            ValueError: a tensor without dimensions.
         """
+        self._check(tensor)
         if out is not None:
             return out.quantize_(tensor)
         made = self._made(tensor.detach().contiguous().resolve_neg())
@@ -79,11 +84,23 @@ class TensorMaking:
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what a later cast needs to know of such tensors, without casting this one."""
+        self._check(tensor)
         self.record_amax(tensor.detach().contiguous())  # type: ignore[attr-defined]
 
     def copy(self) -> Any:
         """The same quantizer, with usages of its own; scale and amax are shared."""
         return copy.copy(self)
+
+    def _check(self, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"[{type(self).__name__}] expected tensor to be a torch.Tensor, got"
+                f" {type(tensor).__name__}"
+            )
+        if not tensor.ndim:
+            raise ValueError(
+                f"[{type(self).__name__}] expected a tensor of one dimension or more, got shape ()"
+            )
 
     def _made(self, plain: torch.Tensor) -> Any:
         raise NotImplementedError
@@ -92,6 +109,7 @@ class TensorMaking:
         self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> Any:
         """`quantize`; to autograd it is the identity."""
-        if tensor.requires_grad and torch.is_grad_enabled() and out is None and dtype is None:
+        needs_grad = getattr(tensor, "requires_grad", False)
+        if needs_grad and torch.is_grad_enabled() and out is None and dtype is None:
             return Quantize.apply(tensor, self)
         return self.quantize(tensor, out=out, dtype=dtype)

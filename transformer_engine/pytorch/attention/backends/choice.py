@@ -24,7 +24,7 @@ from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
 from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.module.parameters import device_of
 from transformer_engine.pytorch.notices import warn_once
 
 _BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool, torch.dtype | None]
@@ -316,7 +316,7 @@ def attention_backends(
         >>> table.chosen
         'unfused'
     """
-    allowed, device = attention_variables(), default_device(device)
+    allowed, device = attention_variables(), device_of("attention_backends", None, device)
     key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
     problem = Problem(
         device=device.type,

@@ -182,8 +182,8 @@ class InferenceParams:
             )
         key, value = _in_format(key, qkv_format), _in_format(value, qkv_format)
         tokens, batch = key.shape[:2]
-        end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
         self._check_offsets()
+        end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
         if end > self.max_sequence_length or last > self.max_batch_size:
             raise ValueError(
                 f"[InferenceParams] KV cache overflow: expected at most {self.max_sequence_length}"
@@ -198,11 +198,14 @@ class InferenceParams:
         return _in_format(keys, qkv_format), _in_format(values, qkv_format)
 
     def _check_offsets(self) -> None:
-        if self.sequence_len_offset < 0 or self.batch_size_offset < 0:
-            raise ValueError(
-                "[InferenceParams] expected sequence_len_offset and batch_size_offset >= 0, got"
-                f" {self.sequence_len_offset} and {self.batch_size_offset}"
-            )
+        tokens, sequences = self.sequence_len_offset, self.batch_size_offset
+        try:
+            wrong = tokens < 0 or sequences < 0
+        except TypeError:
+            wrong = True
+        if wrong:
+            offsets = {"sequence_len_offset": tokens, "batch_size_offset": sequences}
+            check_sizes("InferenceParams", None, 0, **offsets)
 
     def append_there(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str

@@ -100,9 +100,11 @@ class RotaryPositionEmbedding(nn.Module):
         They are fp32 also after `module.half()`: the frequencies are computed anew.
 
         Args:
-            max_seq_len: how many positions.
+            max_seq_len: how many positions, an int of 0 or more.
             offset: the first one.
         """
+        if not torch.compiler.is_compiling():
+            check_sizes("RotaryPositionEmbedding", None, 0, max_seq_len=max_seq_len)
         device = self.inv_freq.device
         position = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         position = position / self._interpolation(max_seq_len)
@@ -346,10 +348,7 @@ def check_positions(freqs: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Non
 
 
 def _check_starts(
-    starts: torch.Tensor,
-    sizes: Sequence[int],
-    tensor_format: str,
-    cu_seqlens: torch.Tensor | None,
+    starts: torch.Tensor, sizes: Sequence[int], tensor_format: str, cu_seqlens: torch.Tensor | None
 ) -> None:
     batch = sizes[1 if tensor_format == "sbhd" else 0]
     if tensor_format == "thd" and cu_seqlens is not None:
