@@ -62,7 +62,8 @@ def parallel_cross_entropy(
     op = "parallel_cross_entropy"
     check_group(op, "dist_process_group", dist_process_group)
     check_tensors(op, inp=inp, target=target)
-    check_devices(op, inp=inp, target=target)
+    if target.device != inp.device:
+        check_devices(op, inp=inp, target=target)
     if inp.dtype not in HIGH_PRECISION:
         refuse_dtype(op, "inp", inp.dtype, None)
     if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:

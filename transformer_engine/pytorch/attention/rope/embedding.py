@@ -165,7 +165,8 @@ def apply_rotary_pos_emb(
     if not t.dtype.is_floating_point:
         raise TypeError(f"[apply_rotary_pos_emb] expected t of floating point, got {t.dtype}")
     check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
-    check_devices("apply_rotary_pos_emb", t=t, freqs=freqs)
+    if freqs.device != t.device:
+        check_devices("apply_rotary_pos_emb", t=t, freqs=freqs)
     if tensor_format == "thd" and cu_seqlens is not None:
         check_rise("apply_rotary_pos_emb", "cu_seqlens", cu_seqlens, t.shape[0] * cp_size)
     if start_positions is not None:
