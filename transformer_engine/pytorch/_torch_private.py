@@ -99,7 +99,9 @@ current_gpu: Callable[[], int] = found("torch:_C._cuda_getDevice", lambda: -1)  
 empty_on_cpu: Allocator | None = found("torch:_C._dynamo.guards._empty_strided_cpu", None)
 empty_on_gpu: Allocator | None = found("torch:_C._dynamo.guards._empty_strided_cuda", None)
 # `as_strided` in half of its time; autograd does not learn whose view it is.
-part_of: View = found("torch:_C._dynamo.guards._reinterpret_tensor", torch.as_strided)
+part_of: View = found(
+    "torch:_C._dynamo.guards._reinterpret_tensor", lambda *part: torch.as_strided(*part).detach()
+)
 # Kernels of attention by priority; not in 2.4. Without: torch's own order stays.
 sdpa_order: Callable[[], list[int]] = found("torch:_C._get_sdp_priority_order", list)
 set_sdpa_order: Callable[[list[int]], None] = found(

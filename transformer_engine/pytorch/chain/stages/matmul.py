@@ -34,6 +34,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
     saved_input,
     shape_of,
     tensors_of,
+    without_padding,
 )
 from transformer_engine.pytorch.chain.weight_casts import unpacked
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
@@ -208,7 +209,10 @@ class Matmul(Stage):
             y = product_by_rows(operands.rowwise, weight.shape[0], plan.dtype, multiply)  # type: ignore[arg-type]
         else:
             y = multiply(operands.rowwise, None)  # type: ignore[arg-type]
-            y = _without_padding(y, x, padding, plan) if padding else y
+            if padding:
+                y = without_padding(y, shape_of(x)[:-1], padding, plan)
+                # In compiled code autograd functions cannot save views.
+                y = y.clone() if plan.compiling and plan.requires_grad else y
         if plan.wrapped:
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
@@ -341,7 +345,7 @@ class Matmul(Stage):
         else:
             dx = multiply(operands.rowwise)
         if facts.padding:
-            dx = dx[: dx.shape[0] - facts.padding].view(*shape_of(grad)[:-1], dx.shape[-1])
+            dx = without_padding(dx, shape_of(grad)[:-1], facts.padding, plan)
         dx = plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx
         return (dx,), columns or for_wgrad(operands)
 
@@ -380,12 +384,6 @@ class Matmul(Stage):
             else:  # a GEMM that accumulates rounds differently: repeat it as without inspection
                 dw = gemm.wgrad(grad.columnwise, x, target, fast, self.name)
         return (dw, bias_grad)[: self.parameter_count]
-
-
-def _without_padding(y: torch.Tensor, x: Any, padding: int, plan: MatmulPlan) -> torch.Tensor:
-    y = y[: y.shape[0] - padding].view(*shape_of(x)[:-1], y.shape[-1])
-    # In compiled code autograd functions cannot save views.
-    return y.clone() if plan.compiling and plan.requires_grad else y
 
 
 def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._torch_private import part_of
 from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
 from transformer_engine.pytorch.fp8.casts.operands import (
@@ -17,6 +18,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     transposed,
 )
 from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.memory import strides_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 
@@ -53,6 +55,19 @@ def shape_of(value: Value) -> torch.Size:
     side = value.rowwise if isinstance(value, Operands) else value
     assert side is not None
     return side.codes.shape if isinstance(side, Fp8Matrix) else side.shape
+
+
+def without_padding(
+    y: torch.Tensor, shape: torch.Size, padding: int, plan: MatmulPlan
+) -> torch.Tensor:
+    """The rows before those of padding, `[*shape, features]`; in eager mode no view to autograd.
+
+    It refuses to change views in place that a function made.
+    """
+    sizes = (*shape, y.shape[-1])
+    if plan.compiling or type(y) is not torch.Tensor:  # a fake one
+        return y[: y.shape[0] - padding].view(sizes)
+    return part_of(y, sizes, strides_of(sizes), int(y.storage_offset()))
 
 
 def own_matrix(weight: torch.Tensor) -> Fp8Matrix:
