@@ -44,7 +44,7 @@ def test_detach_and_data_alias_clone_and_to_copy(layer: te.Linear) -> None:
             twin.zero_()
         assert_bitwise(weight.dequantize(), before)
     assert weight.clone().grad_fn is not None
-    assert type(weight.float()) is torch.Tensor and type(weight.detach()[2:4]) is torch.Tensor
+    assert type(weight.float()) is torch.Tensor and type(weight.detach()[:, 2:4]) is torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*which cuts blocks", "ignore:.*whole blocks")

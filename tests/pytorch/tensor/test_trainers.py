@@ -260,3 +260,79 @@ def test_refused_masters(device):
     with pytest.raises(NotImplementedError, match="fully_shard keeps pieces"):
         cast_master_weights_to_fp8([weight], [piece], [0], None, [weight])
     cast_master_weights_to_fp8([], [], [], None)
+
+
+def a_weight(device, *shape):
+    torch.manual_seed(6)
+    options = {"params_dtype": torch.bfloat16, "device": device}
+    with te.fp8_model_init(recipe=Float8CurrentScaling()):
+        return te.Linear(shape[1], shape[0], bias=False, **options).weight.detach()
+
+
+def shards_of(weight, border):
+    """As Megatron's distributed optimizer cuts weights; without autograd."""
+    flat = weight.detach().view(-1)
+    return [flat[:border], flat[border:]]
+
+
+def stepped(optimizer, shards, count, decoupled=True):
+    name = "decoupled_grad" if decoupled else "grad"
+    for step in range(count):
+        for i, shard in enumerate(shards):
+            torch.manual_seed(10 * step + i)
+            setattr(
+                shard, name, torch.randn(shard.shape, device=shard.device, dtype=torch.bfloat16)
+            )
+        optimizer.step()
+
+
+@pytest.mark.parametrize("border", [2048, 3072, 1001])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capturable": True},
+        {"use_decoupled_grad": True},
+        {"use_decoupled_grad": True, "exp_avg_dtype": torch.bfloat16},
+        {"use_decoupled_grad": True, "master_weight_dtype": torch.float16},
+    ],
+    ids=" ".join,
+)
+def test_steps_of_shards_train_the_weight(border, options, device):
+    """And those after a checkpoint; a shard of all values trains as the weight does."""
+    weights = [a_weight(device, 48, 64) for _ in range(3)]
+    shards = [shards_of(weight, border) for weight in weights[:2]]
+    if border == 3072:  # all
+        shards = [own[:1] for own in shards]
+    decoupled = options.get("use_decoupled_grad", False)
+    optimizers = [
+        te.optimizers.FusedAdam(own, lr=0.05, master_weights=True, **options) for own in shards
+    ]
+    before = weights[0].dequantize().clone()
+    stepped(optimizers[0], shards[0], 3, decoupled)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    weights[1].copy_(weights[0])
+    for optimizer, own in zip(optimizers, shards, strict=True):
+        stepped(optimizer, own, 3, decoupled)
+    assert_bitwise(weights[0].dequantize(), weights[1].dequantize())
+    assert (weights[0].dequantize() - before).abs().mean() > 0.05
+    masters = [optimizers[0].get_unscaled_state(shard, "master_param") for shard in shards[0]]
+    wanted = torch.cat(masters).view(48, 64)
+    torch.testing.assert_close(weights[0].dequantize().float(), wanted, rtol=0.07, atol=1e-3)
+    if border == 3072 and "master_weight_dtype" not in options:  # rounded after the weight
+        weights[2].copy_(wanted)
+        assert_bitwise(weights[0].dequantize(), weights[2].dequantize())
+
+
+def test_shards_step_in_place(device):
+    """The optimizers of torch, without master weights."""
+    weight = a_weight(device, 48, 64)
+    before = weight.dequantize().float()
+    shards = shards_of(weight, 1000)
+    for fused in (False, True):
+        optimizer = torch.optim.AdamW(shards, lr=0.1, weight_decay=0.0, fused=fused)
+        for shard in shards:
+            shard.grad = torch.ones_like(shard)
+        optimizer.step()
+    torch.testing.assert_close(weight.dequantize().float(), before - 0.2, rtol=0.1, atol=0.01)
+    with pytest.raises(RuntimeError, match="expected master_weights=True"):
+        te.optimizers.FusedAdam(shards).step()

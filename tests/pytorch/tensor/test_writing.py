@@ -1,10 +1,19 @@
-"""Weights that are written together."""
+"""Weights that are written together, and slices of weights, which share their codes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.tensor.writing import write
 
 RECIPES = pytest.mark.parametrize("recipe", [DelayedScaling(), Float8BlockScaling()])
@@ -73,3 +82,152 @@ def test_scales_that_users_bring_are_copied(shape: tuple[int, ...], device: str)
     torch.testing.assert_close(weight.dequantize(), 2 * source.dequantize())
     own.detach().copy_(weight.detach())
     assert torch.equal(own.dequantize(), weight.dequantize())
+
+
+SLICES: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda w: w[16:32],
+    "narrow": lambda w: w.narrow(-2, 3, 7),
+    "row": lambda w: w[-5],
+    "one of the rows": lambda w: list(w)[1],
+    "rows of rows": lambda w: w[8:40][3:9],
+    "rows of a view": lambda w: w.view(-1, 16)[5:9],
+    "chunk": lambda w: w.chunk(3)[1],
+    "rows of a chunk": lambda w: w.chunk(2)[1][5:9],
+    "split": lambda w: torch.split(w, [8, 40])[1],
+    "flat": lambda w: w.view(-1)[33:1001],
+    "flat as a matrix": lambda w: w.reshape(-1)[32:1056].view(32, 32),
+    "chunk of flat": lambda w: w.flatten().chunk(5)[4],
+    "one value": lambda w: w.view(-1)[77],
+    "none": lambda w: w[16:16],
+}
+
+
+def a_weight(device: str, **options: Any) -> Any:
+    torch.manual_seed(5)
+    with te.fp8_model_init(recipe=options.pop("recipe", DelayedScaling())):
+        return te.Linear(64, 48, bias=False, device=device, **options).weight
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_write_to_the_weight(name: str, dtype: torch.dtype, device: str) -> None:
+    weight, cut = a_weight(device, params_dtype=dtype), SLICES[name]
+    weight.transposed_codes()
+    expected = weight.detach().dequantize().clone()
+    piece = cut(weight.detach())
+    assert type(piece) is te.Float8Tensor
+    assert_bitwise(piece.dequantize(), cut(expected))
+    with torch.no_grad():
+        for change in (torch.Tensor.neg_, lambda x: x.mul_(0.5), lambda x: x.mul_(16)):
+            change(cut(weight))
+            change(cut(expected))
+            torch.testing.assert_close(weight.dequantize(), expected, rtol=0.07, atol=1e-3)
+        assert_bitwise(cut(weight).dequantize(), piece.dequantize())
+        assert torch.equal(weight.transposed_codes(), weight._data.t())
+        piece.zero_()
+        cut(expected).zero_()
+    assert_bitwise(cut(weight).dequantize().detach(), cut(expected))
+
+
+def test_other_values_survive_those_beyond_the_scale(device: str) -> None:
+    weight = a_weight(device)
+    before, scale = weight.dequantize().detach(), weight.scales[1].item()
+    large, small = weight.detach()[:4], weight.detach()[4:].view(-1)[:-10]
+    for factor in (1000.0, 1e-3):
+        values = factor * before[:4]
+        large.copy_(values)
+        torch.testing.assert_close(large.dequantize(), values, rtol=0.07, atol=0.02 * factor)
+        ratio = scale / weight.scales[1].item()
+        assert torch.frexp(torch.tensor(ratio))[0] == 0.5, "a power of two"
+        assert (ratio > 500) == (factor > 1)
+        assert torch.equal(weight.scales.prod().round(), torch.ones_like(weight.scales[0]))
+        torch.testing.assert_close(small.dequantize(), before[4:].view(-1)[:-10], rtol=0, atol=0.02)
+    assert weight.scales[1].item() == pytest.approx(scale)
+    large.copy_(before[:4])
+    scale = weight.scales.clone()
+    for _ in range(5):  # nothing drifts
+        large.mul_(1)
+    assert torch.equal(weight.scales, scale)
+
+
+def test_rows_of_zeros_get_a_scale_of_their_own(device: str) -> None:
+    weight = a_weight(device, init_method=torch.nn.init.zeros_)
+    values = 1e-3 * torch.randn(48, 64, device=device)
+    for row, value in zip(weight.detach(), values, strict=True):
+        row.copy_(value)
+    torch.testing.assert_close(weight.dequantize().detach(), values, rtol=0.07, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
+def test_a_slice_of_all_values_is_written_as_the_weight(recipe, device: str) -> None:
+    weights = [a_weight(device, recipe=recipe).detach() for _ in range(2)]
+    values = torch.randn(48, 64, device=device)
+    weights[0].copy_(values)
+    weights[1].view(-1)[:].copy_(values.view(-1))
+    for ours, theirs in zip(*(weight.parts for weight in weights), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_copies_of_slices_are_tensors_of_their_own(device: str) -> None:
+    weight = a_weight(device)
+    before = weight.dequantize().detach()
+    piece = torch.nn.Parameter(weight.detach()[8:24])
+    other = a_weight(device)
+    other.data = torch.cat([piece.detach().float()] * 3)
+    twins = [piece.clone(), copy.deepcopy(piece), other.detach()[:16].clone()]
+    for twin in twins:
+        with torch.no_grad():
+            twin.mul_(1000)
+        assert_bitwise(weight.dequantize().detach(), before)
+    own = te.Float8Tensor(
+        piece.shape, piece.dtype, *twins[1].parts, 5, quantizer=twins[1]._quantizer
+    )
+    own.data = piece.detach()
+    own.zero_()
+    assert_bitwise(weight.dequantize().detach(), before)
+    piece.data.copy_(own)
+    assert not weight[8:24].any()
+    assert_bitwise(weight.dequantize().detach()[24:], before[24:])
+
+
+def test_a_flag_keeps_the_weight_of_a_slice(device: str) -> None:
+    weight = a_weight(device).detach()
+    before = [part.clone() for part in weight.parts]
+    piece = weight[3:9]
+    values = 100 * torch.randn(6, 64, device=device)
+    flag = torch.ones(1, device=device)
+    piece.quantize_(values, noop_flag=flag)
+    for part, old in zip(weight.parts, before, strict=True):
+        assert torch.equal(part, old)
+    piece.quantize_(values, noop_flag=flag.zero_())
+    torch.testing.assert_close(weight.dequantize()[3:9], values, rtol=0.07, atol=0.2)
+
+
+def test_writes_to_views_renew_transposed_codes(device: str) -> None:
+    weight = a_weight(device).detach()
+    view = weight.view(2, 24, 64)
+    assert torch.equal(weight.transposed_codes(), weight._data.t())
+    view.detach().neg_()
+    assert torch.equal(weight.transposed_codes(), weight._data.t())
+    rows = view.view(48, 64)[8:16]
+    assert torch.equal(rows.transposed_codes(), rows._data.t())
+    weight.mul_(-3)
+    assert torch.equal(rows.transposed_codes(), weight._data[8:16].t())
+
+
+def test_gradients_of_slices(device: str) -> None:
+    weight = a_weight(device)
+    plain = weight.dequantize().detach().requires_grad_()
+    x = torch.randn(5, 64, device=device)
+    for w in (weight, plain):
+        (x @ w[8:24].t()).square().sum().backward()
+        (w[3] * w.view(-1)[100:164]).sum().backward()
+    torch.testing.assert_close(weight.grad, plain.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*whole blocks")
+def test_other_slices_are_values(device: str) -> None:
+    weight, blocks = a_weight(device), a_weight(device, recipe=Float8BlockScaling())
+    with torch.no_grad():
+        for piece in (weight[:, 2:4], weight[::2], weight.t()[3], blocks[2:4], blocks[0]):
+            assert type(piece) is torch.Tensor

@@ -68,7 +68,7 @@ class Float8Tensor(ShardableTensor):
         self._fp8_dtype = DType.of(fp8_dtype)
         self._format = int(self._fp8_dtype)
         self._transpose = data_transpose
-        self._transpose_version = _version(data)
+        self._transpose_version = self._writes
         self._quantizer = quantizer
         return self
 
@@ -135,8 +135,9 @@ class Float8Tensor(ShardableTensor):
         """`view`: all codes have the same scale."""
         data = self._data.view(shape)
         view = self.with_parts([data, self._scale_inv], data.shape)
+        view._whole = self._data if self._whole is None else self._whole
         if data.ndim > 0 and self.ndim > 0 and data.shape[-1] == self.shape[-1]:
-            view._transpose = self.known_transpose
+            view._transpose, view._transpose_version = self.known_transpose, view._writes
         return view
 
     @property
@@ -145,8 +146,14 @@ class Float8Tensor(ShardableTensor):
 
         None of codes on a CPU that processes share: another one may have written them.
         """
-        current = self._transpose_version == _version(self._data) and not self._in_processes()
+        current = self._transpose_version == self._writes and not self._in_processes()
         return self._transpose if current else None
+
+    @property
+    def _writes(self) -> int:
+        """Raised whenever the codes are written, through whichever alias."""
+        counts = self._data if self._whole is None else self._whole
+        return 0 if counts.is_inference() else counts._version
 
     def _in_processes(self) -> bool:
         return self._data.is_cpu and self._data.untyped_storage().is_shared()
@@ -157,7 +164,7 @@ class Float8Tensor(ShardableTensor):
         if known is None:
             known = transpose(self._data.contiguous())
             self._transpose = None if self._in_processes() else known
-            self._transpose_version = _version(self._data)
+            self._transpose_version = self._writes
         return known
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Float8Tensor:
@@ -186,11 +193,6 @@ class Float8Tensor(ShardableTensor):
         """What `repr` says beside the values."""
         scale_inv = self._scale_inv.flatten()[0].item()
         return f"fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, scale_inv={scale_inv}"
-
-
-def _version(codes: torch.Tensor) -> int:
-    """Raised whenever the codes are written, through whichever alias."""
-    return 0 if codes.is_inference() else codes._version
 
 
 torch.serialization.add_safe_globals([Float8Tensor])

@@ -80,7 +80,7 @@ _FACTORIES = (
 )
 
 QuantizedTensor.handlers = {
-    aten.detach.default: lambda x: x.mapped(lambda part: part),
+    aten.detach.default: shards.alias_of,
     aten.clone.default: lambda x, **layout: alone(x),
     aten.view.default: lambda x, shape: x.viewed(shape),
     aten._unsafe_view.default: lambda x, shape: x.viewed(shape),

@@ -1,10 +1,14 @@
-"""Operations on lists of tensors, cut into operations on parts of these lists."""
+"""What operations write, and those on lists of tensors, cut into operations on parts of lists."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from transformer_engine.pytorch._torch_private import tree_leaves
+
+T = TypeVar("T")
 
 # Optimizers have such operations. They dequantise so much at a time.
 _MOST_BYTES = 1 << 28
@@ -31,3 +35,16 @@ def parts_of_lists(
 
 def _part(count: int, where: slice, value: Any) -> Any:
     return value[where] if isinstance(value, list | tuple) and len(value) == count else value
+
+
+def written_by(
+    func: Any, kind: type[T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[T]:
+    """The tensors of a kind that an operation writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, kind):
+                yield leaf

@@ -7,7 +7,7 @@ moving between devices, copying) is in `handlers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -20,11 +20,13 @@ from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.attributes import InitialValue, attributes_beside
-from transformer_engine.pytorch.tensor.lists import parts_of_lists
+from transformer_engine.pytorch.tensor.lists import parts_of_lists, written_by
 from transformer_engine.pytorch.tensor.part_checks import check_parts, checked_attributes
 from transformer_engine.pytorch.tensor.transparent import Dequantize
 from transformer_engine.pytorch.tensor.without_storage import WithoutStorage
 from transformer_engine.pytorch.tensor.writing import (
+    alone,
+    codes_around,
     overwrite,
     parts_for,
     shares_scale,
@@ -51,6 +53,7 @@ class QuantizedTensor(WithoutStorage):
     _fp8_dtype: DType
     _format: int  # of the sides, for kernels
     _quantizer: Quantizer | None
+    _whole: torch.Tensor | None = None  # of a view: the codes of what it is a view of
     _room: Any = None  # for the first piece, while `fully_shard` cuts the tensor: see `shards`
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -116,6 +119,8 @@ class QuantizedTensor(WithoutStorage):
             isinstance(other, type(self))
             and _same(self.facts, other.facts, but=("dtype", "quantizer"))
             and other.shape == self.shape
+            and codes_around(self)
+            is None  # a slice would bring its scale to the rest of the weight
             and (shares_scale(other) or not shares_scale(self))
             and all(
                 own is None or there is not None
@@ -253,7 +258,7 @@ class QuantizedTensor(WithoutStorage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            copy = self.with_parts([None if part is None else part.clone() for part in self.parts])
+            copy = self.mapped(torch.clone) if codes_around(self) is None else alone(self)
             if isinstance(self, nn.Parameter):
                 copy = nn.Parameter(copy)
             own = attributes_beside(self, copy)
@@ -376,17 +381,6 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain[id(leaf)]
 
     result = func(*tree_map(values, args), **tree_map(values, kwargs))
-    written = [*_written(func, args, kwargs)]
+    written = [*written_by(func, QuantizedTensor, args, kwargs)]
     write(written, [plain[id(tensor)] for tensor in written])
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[QuantizedTensor]:
-    """The quantised tensors that an operation writes to."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, QuantizedTensor):
-                yield leaf

@@ -1,4 +1,4 @@
-"""Pieces of FP8 weights along their rows, as `fully_shard` keeps them on each rank.
+"""Slices of FP8 weights, which share their codes, and pieces that `fully_shard` keeps on each rank.
 
 `fully_shard` splits a parameter, asks it for zeros of the size of the first piece and copies its
 own piece there, so the last ranks may have fewer rows than room. Before a layer runs it gathers
@@ -9,15 +9,16 @@ from `fsdp_post_all_gather`. How pieces are written is in `writing`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._torch_private import tree_map
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, QuantizedTensor
-from transformer_engine.pytorch.tensor.writing import ShardRanks, ranks_of
+from transformer_engine.pytorch.tensor.writing import ShardRanks, codes_around, ranks_of, takes_amax
 
 aten = torch.ops.aten
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -47,22 +48,65 @@ def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     return x.assembled(shape, [codes[start:stop], scales, *others], facts)
 
 
+def alias_of(x: QuantizedTensor) -> QuantizedTensor:
+    """Another tensor of the same codes and scales."""
+    other: QuantizedTensor = x.mapped(lambda part: part)
+    if x._whole is not None:
+        other._whole = x._whole
+        other.drop_transpose()  # whose age other codes count
+    return other
+
+
+def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
+    """The codes of the weight that slices are written with; None where they are values.
+
+    Slices share codes of weights with one scale that this process has as a whole; but not where a
+    compiler traces, which makes new codes of what an operation writes.
+    """
+    codes, whole = x.parts[0], codes_around(x)
+    if not takes_amax(x) or type(codes) is not torch.Tensor or not codes.is_contiguous():
+        return None
+    if whole is None and ranks_of(x) is None:
+        return codes if x._whole is None else x._whole
+    return whole
+
+
+def _sliced(x: QuantizedTensor, dim: int, cut: Callable[[torch.Tensor], Any]) -> Any:
+    """What `cut` makes of the codes along their first dimension, under the scale of the weight."""
+    codes, scales = x.parts[:2]
+    whole = _shared_codes(x)
+    if whole is None or codes is None or not x.ndim or dim not in (0, -x.ndim):
+        return NotImplemented
+
+    def slice_of(part: torch.Tensor) -> QuantizedTensor:
+        piece: QuantizedTensor = x.assembled(part.shape, [part, scales], x.facts)
+        piece._whole = whole
+        return piece
+
+    return tree_map(slice_of, cut(codes))
+
+
 def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
     if dim != 0 or not x.ndim or not x.shape[0]:
         return NotImplemented
     if not getattr(x._quantizer, "writes_weights", False):
         return _split_codes(x, rows)
+    if x.ndim != 2 or codes_around(x) is not None:
+        return _sliced(x, dim, lambda codes: list(codes.split(rows)))
     if not _cuts(x, rows):
         warn_once(
             f"[{type(x).__name__}] expected pieces of whole blocks, of 128 rows, got {rows} of "
             f"{x.shape[0]} rows: those of {x.label} are dequantised"
         )
         return NotImplemented
-    first = _rows(x, 0, min(rows, x.shape[0]))
-    others = range(rows, x.shape[0], rows)
+    starts = range(0, x.shape[0], rows)
+    pieces = [_rows(x, start, min(start + rows, x.shape[0])) for start in starts]
     # An alias that autograd does not know: as a view of the weight, the piece refers to it.
-    x._room = first.mapped(lambda part: part)
-    return [first, *(_rows(x, start, min(start + rows, x.shape[0])) for start in others)]
+    x._room = pieces[0].mapped(lambda part: part)
+    whole = _shared_codes(x)
+    for piece in pieces:
+        piece._whole = whole
+    return pieces
 
 
 def _split_codes(x: QuantizedTensor, rows: int) -> Any:
@@ -82,9 +126,12 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
-    if ranks_of(x) is None or dim != 0 or step != 1 or x.ndim != 2:
+    if step != 1 or not x.ndim:
         return NotImplemented
-    begin, stop, _ = slice(start, end).indices(x.shape[0])
+    begin, stop, _ = slice(start, end).indices(x.shape[dim])
+    found = _sliced(x, dim, lambda codes: codes[begin:stop])
+    if found is not NotImplemented or ranks_of(x) is None or dim != 0 or x.ndim != 2:
+        return found
     shorter = stop < x.shape[0]
     if begin or (shorter and layout_of(x._format).in_blocks):
         return NotImplemented
@@ -107,12 +154,17 @@ def _as_strided(
     x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Any:
     same = torch.Size(size) == x.shape and tuple(stride) == x.stride() and not offset
-    return x.mapped(lambda part: part) if same else NotImplemented
+    return alias_of(x) if same else NotImplemented
 
 
 HANDLERS: dict[Any, Handler] = {
     aten.split.Tensor: _split,
+    aten.split_with_sizes.default: lambda x, sizes, dim=0: _sliced(
+        x, dim, lambda codes: list(codes.split(sizes))
+    ),
     aten.slice.Tensor: _slice,
+    aten.select.int: lambda x, dim, index: _sliced(x, dim, lambda codes: codes[index]),
+    aten.unbind.int: lambda x, dim=0: _sliced(x, dim, lambda codes: list(codes.unbind())),
     aten.as_strided.default: _as_strided,
 }
 

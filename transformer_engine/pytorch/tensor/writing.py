@@ -1,7 +1,8 @@
 """How values get into quantised tensors, and into the pieces of one that several ranks have.
 
 Where a weight has one scale, all its pieces have the same: it is found from the largest magnitude
-on all ranks, by one collective for all weights that are written together.
+on all ranks, by one collective for all weights that are written together. A slice of a weight that
+this process has as a whole may change that scale by powers of two, which other values survive.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch._torch_private import same_storage
 from transformer_engine.pytorch.fp8.casts.operands import scale_pair
 from transformer_engine.pytorch.kernels.amax import amax
 from transformer_engine.pytorch.kernels.quantize import quantize_many
@@ -19,6 +21,9 @@ from transformer_engine.pytorch.scale_layout import layout_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+
+_ROUNDED = 1.01  # codes of the largest values of a scale stand for values that much above, too
 
 
 class ShardRanks:
@@ -55,6 +60,10 @@ class ShardRanks:
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         return amaxes
 
+    def uncut(self) -> ShardRanks | None:
+        """Those that share the layer, of a weight that `fully_shard` has not cut."""
+        return ShardRanks(layer=self.layer, groups=()) if self.layer else None
+
 
 def scale_ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
     """The ranks that have a weight together; None where this one has all of it."""
@@ -69,7 +78,24 @@ def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
 
 def shares_scale(tensor: QuantizedTensor) -> bool:
     """Whether a tensor is a piece whose scale is that of all pieces of a weight."""
-    return ranks_of(tensor) is not None and not layout_of(tensor._format).in_blocks
+    cut = ranks_of(tensor) is not None and not layout_of(tensor._format).in_blocks
+    return cut or codes_around(tensor) is not None
+
+
+def codes_around(tensor: QuantizedTensor) -> torch.Tensor | None:
+    """The codes of the weight that a slice is written with; None of what has all its codes."""
+    whole = tensor._whole
+    if whole is None or whole.numel() == tensor.numel() or not _is_in_weight(tensor):
+        return None
+    return whole
+
+
+def _is_in_weight(tensor: QuantizedTensor) -> bool:
+    """Whether a view has codes of a weight of this process, and none that ranks write together."""
+    whole, ranks = tensor._whole, scale_ranks_of(tensor)
+    if whole is None or (ranks is not None and ranks.groups):
+        return False
+    return same_storage(whole, tensor.parts[0])  # type: ignore[arg-type]
 
 
 def alone(tensor: QuantizedTensor) -> QuantizedTensor:
@@ -81,8 +107,7 @@ def alone(tensor: QuantizedTensor) -> QuantizedTensor:
     copy = tensor.mapped(torch.clone)
     ranks, quantizer = ranks_of(tensor), tensor._quantizer
     if ranks is not None and ranks.groups is None:
-        layer = ShardRanks(layer=ranks.layer, groups=()) if ranks.layer else None
-        copy._quantizer = quantizer.over(layer)  # type: ignore[union-attr]
+        copy._quantizer = quantizer.over(ranks.uncut())  # type: ignore[union-attr]
     return copy
 
 
@@ -106,7 +131,8 @@ def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tens
     """
     quantizer: Any = tensor._quantizer
     recorded = () if quantizer is None else quantizer.persistent_tensors()  # amaxes among them
-    written = [part for part in (*tensor.parts, *recorded) if part is not None]
+    candidates = (codes_around(tensor), *tensor.parts, *recorded)
+    written = [part for part in candidates if part is not None]
     before = [part.clone() for part in written]
     write([tensor], [values])
     skip = (noop != 0).reshape(())
@@ -148,25 +174,57 @@ def _scaled(
     known: Sequence[torch.Tensor | None],
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """Tensors that `takes_amax`, their values and largest magnitudes; others are written here."""
-    pieces: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
+    pieces: dict[Any, tuple[ShardRanks, list[tuple[Any, torch.Tensor, torch.Tensor]]]] = {}
     checked = [tensor.writable(value) for tensor, value in zip(tensors, values, strict=True)]
     for tensor, plain, own in zip(tensors, checked, known, strict=True):
         if tensor.is_meta:
             continue
-        ranks = scale_ranks_of(tensor)
+        ranks, whole = scale_ranks_of(tensor), codes_around(tensor)
         if not takes_amax(tensor):
             tensor.overwrite(tensor.quantized(plain))
+            continue
+        if ranks is not None and _is_in_weight(tensor):
+            ranks = ranks.uncut()
+        if whole is not None:
+            _write_slice(tensor, plain, whole, ranks)
             continue
         largest = amax(plain) if own is None else own
         if ranks is None:
             yield tensor, plain, largest
         else:
-            pieces.setdefault((ranks.groups, ranks.layer), []).append((tensor, plain, largest))
-    for found in pieces.values():
-        some = found[0][0]
-        reduced = some._quantizer.ranks.reduce(torch.cat([one for *_, one in found]), some.label)
+            key = (ranks.groups, ranks.layer)
+            pieces.setdefault(key, (ranks, []))[1].append((tensor, plain, largest))
+    for ranks, found in pieces.values():
+        amaxes = torch.cat([one for *_, one in found])
+        reduced = ranks.reduce(amaxes, found[0][0].label)
         for (tensor, plain, _), largest in zip(found, reduced.split(1), strict=True):
             yield tensor, plain, largest
+
+
+def _write_slice(
+    tensor: QuantizedTensor, plain: torch.Tensor, whole: torch.Tensor, ranks: ShardRanks | None
+) -> None:
+    """Cast values into some of the codes of a weight, whose scale may change by powers of two.
+
+    All other values stay what they are, unless they are too small for the new scale.
+    """
+    codes, own = tensor.parts
+    assert codes is not None and own is not None
+    weight = tensor.with_parts([whole, own], whole.shape)
+    values = weight.plain_values(torch.float32)
+    start = codes.storage_offset() - whole.storage_offset()
+    values.as_strided(codes.shape, codes.stride(), start).copy_(plain)
+    largest = amax(values)
+    if ranks is not None:
+        largest = ranks.reduce(largest, tensor.label)
+    quantizer: Any = tensor._quantizer
+    scales = scale_pair(own)
+    wanted = quantizer.scales_of([largest])[0][1:]
+    _, exponent = torch.frexp(wanted * _ROUNDED / scales[1:])
+    scales = torch.ldexp(scales, torch.cat([1 - exponent, exponent - 1]))
+    quantize_many([values], [whole], [], [scales], [], [], tensor._format)
+    tensor.drop_transpose()
+    weight.overwrite([whole, scales])
 
 
 def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
@@ -197,6 +255,9 @@ def overwrite(
                 sources.append(other if fits else _scale_like(own, other))
             if not own.is_inference():
                 written.append(own)
+        # Views of codes that were made below autograd count their writes separately.
+        if tensor._whole is not None and not tensor._whole.is_inference():
+            written.append(tensor._whole)
     if targets:
         torch._foreach_copy_(targets, sources)
     if written:
