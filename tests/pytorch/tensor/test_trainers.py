@@ -8,6 +8,7 @@ from rulers import assert_bitwise
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.optimizers import parts
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -336,3 +337,15 @@ def test_shards_step_in_place(device):
     torch.testing.assert_close(weight.dequantize().float(), before - 0.2, rtol=0.1, atol=0.01)
     with pytest.raises(RuntimeError, match="expected master_weights=True"):
         te.optimizers.FusedAdam(shards).step()
+
+
+def test_shards_of_several_processes_are_refused(device, monkeypatch):
+    weight = a_weight(device, 48, 64)
+    monkeypatch.setattr(parts, "group_or_world_size", lambda group: 2)
+    for border in (1000, weight.numel()):
+        shards = shards_of(weight, border)
+        optimizer = te.optimizers.FusedAdam(shards, master_weights=True)
+        with pytest.raises(NotImplementedError, match=r"as a whole .*precision_aware_optimizer"):
+            stepped(optimizer, shards[:1], 1, decoupled=False)
+    whole = te.optimizers.FusedAdam([weight], master_weights=True)
+    stepped(whole, [weight], 1, decoupled=False)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part
+from transformer_engine.pytorch.parallel.meeting import group_or_world_size
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import is_cast_of
-from transformer_engine.pytorch.tensor.writing import write
+from transformer_engine.pytorch.tensor.writing import is_in_weight, write
 
 
 class Part(NamedTuple):
@@ -29,10 +30,22 @@ class Part(NamedTuple):
 
 
 def part_of(parameter: torch.Tensor) -> Part:
-    """What this rank has of a parameter; gradients are off."""
+    """What this rank has of a parameter; gradients are off.
+
+    Raises:
+        NotImplementedError: a slice of an FP8 weight where there are other processes, which may
+            step its other slices: nothing tells them its scale.
+    """
     local = local_part(parameter)
-    in_fp8 = isinstance(local, QuantizedTensor)
-    return Part(parameter, local, piece_of(parameter) if in_fp8 else None)
+    piece = piece_of(parameter) if isinstance(local, QuantizedTensor) else None
+    if piece is not None and is_in_weight(piece) and group_or_world_size(None) > 1:
+        raise NotImplementedError(
+            f"[FusedAdam] expected FP8 weights as a whole where there are several processes, got a"
+            f" slice of {piece.label}: all slices have one scale, which no process would tell the"
+            " others. In Megatron-Core, leave out use_precision_aware_optimizer, or take a recipe"
+            " other than delayed scaling"
+        )
+    return Part(parameter, local, piece)
 
 
 def local_gradient(part: Part, gradient: Any) -> torch.Tensor:

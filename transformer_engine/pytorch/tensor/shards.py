@@ -18,7 +18,13 @@ from transformer_engine.pytorch._torch_private import tree_map
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, QuantizedTensor
-from transformer_engine.pytorch.tensor.writing import ShardRanks, codes_around, ranks_of, takes_amax
+from transformer_engine.pytorch.tensor.writing import (
+    ShardRanks,
+    codes_around,
+    is_in_weight,
+    ranks_of,
+    takes_amax,
+)
 
 aten = torch.ops.aten
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -67,7 +73,7 @@ def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
     if not takes_amax(x) or type(codes) is not torch.Tensor or not codes.is_contiguous():
         return None
     if whole is None and ranks_of(x) is None:
-        return codes if x._whole is None else x._whole
+        return x._whole if is_in_weight(x) else codes
     return whole
 
 

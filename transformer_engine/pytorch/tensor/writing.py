@@ -85,12 +85,12 @@ def shares_scale(tensor: QuantizedTensor) -> bool:
 def codes_around(tensor: QuantizedTensor) -> torch.Tensor | None:
     """The codes of the weight that a slice is written with; None of what has all its codes."""
     whole = tensor._whole
-    if whole is None or whole.numel() == tensor.numel() or not _is_in_weight(tensor):
+    if whole is None or whole.numel() == tensor.numel():
         return None
-    return whole
+    return whole if is_in_weight(tensor) else None
 
 
-def _is_in_weight(tensor: QuantizedTensor) -> bool:
+def is_in_weight(tensor: QuantizedTensor) -> bool:
     """Whether a view has codes of a weight of this process, and none that ranks write together."""
     whole, ranks = tensor._whole, scale_ranks_of(tensor)
     if whole is None or (ranks is not None and ranks.groups):
@@ -183,7 +183,7 @@ def _scaled(
         if not takes_amax(tensor):
             tensor.overwrite(tensor.quantized(plain))
             continue
-        if ranks is not None and _is_in_weight(tensor):
+        if ranks is not None and is_in_weight(tensor):
             ranks = ranks.uncut()
         if whole is not None:
             _write_slice(tensor, plain, whole, ranks)
@@ -220,8 +220,9 @@ def _write_slice(
     quantizer: Any = tensor._quantizer
     scales = scale_pair(own)
     wanted = quantizer.scales_of([largest])[0][1:]
-    _, exponent = torch.frexp(wanted * _ROUNDED / scales[1:])
-    scales = torch.ldexp(scales, torch.cat([1 - exponent, exponent - 1]))
+    ratio = wanted * _ROUNDED / scales[1:]
+    power_of_2 = ratio / (2 * torch.frexp(ratio).mantissa)
+    scales = torch.cat([scales[:1] / power_of_2, scales[1:] * power_of_2])
     quantize_many([values], [whole], [], [scales], [], [], tensor._format)
     tensor.drop_transpose()
     weight.overwrite([whole, scales])
