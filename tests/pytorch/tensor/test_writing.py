@@ -203,6 +203,15 @@ def test_a_flag_keeps_the_weight_of_a_slice(device: str) -> None:
     torch.testing.assert_close(weight.dequantize()[3:9], values, rtol=0.07, atol=0.2)
 
 
+def test_values_of_slices_as_numbers(device: str) -> None:
+    weight = a_weight(device).detach()
+    values = weight.dequantize()
+    assert weight[3].tolist() == values[3].tolist()
+    one, expected = weight.view(-1)[77], values.view(-1)[77]
+    assert f"{one:.3f}" == f"{expected:.3f}" and float(one) == expected.item()
+    assert f"{weight[3]}" == str(weight[3])
+
+
 def test_writes_to_views_renew_transposed_codes(device: str) -> None:
     weight = a_weight(device).detach()
     view = weight.view(2, 24, 64)

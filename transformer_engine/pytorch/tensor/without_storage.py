@@ -38,6 +38,13 @@ class WithoutStorage(torch.Tensor):
             "which holds FP8 codes: use its dequantize()"
         )
 
+    def tolist(self) -> Any:
+        """The values, which torch gives of plain tensors alone."""
+        return self.dequantize().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else super().__format__(spec)
+
     def numpy(self, *, force: bool = False) -> Any:
         """NumPy has no such dtype: an error that names the tensor."""
         return self._refuse("numpy()")
