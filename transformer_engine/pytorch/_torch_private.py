@@ -67,11 +67,9 @@ top_hooks: Callable[[bool], Any] = found(
 forward_grad_enabled: Callable[[], bool] = found("torch:_C._is_fwd_grad_enabled", lambda: False)
 # The node whose backward runs. Without: reentrant checkpoints of torch are not known again.
 running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambda: None)
-# Whether a node is part of the running backward; an error outside of one. Without: checkpoints that
-# run again from a hook on a tensor are not known again.
-node_will_run: Callable[[Any], bool] = found(
-    "torch:_C._will_engine_execute_node", lambda node: False
-)
+# Whether a node is part of the running backward; an error outside of one. Without: likewise those
+# that run again from a hook on a tensor.
+node_will_run: Any = found("torch:_C._will_engine_execute_node", lambda node: False)
 # Without: calls take the longer way that they take where transforms, hooks, modes, forward
 # differentiation or autocast are at work.
 transforms_active: Callable[[], bool] = found(
