@@ -16,6 +16,7 @@ from sizes import as_large_inputs
 from tensor_parallel_options import OPTIONS
 from tensor_parallel_overlap import overlap_on_request
 from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
+from tensor_parallel_settings import SETTINGS
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
@@ -347,6 +348,7 @@ SCENARIOS = {
         recipes_that_share_no_amaxes,
         overlap_on_request,
         *OPTIONS,
+        *SETTINGS,
     )
 }
 

@@ -220,9 +220,11 @@ class Chain:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
 
-    def settings_changed(self) -> None:
-        """Update `kind` after a setting of a stage has changed."""
-        self.kind = _kind_of(self)
+    def take_over(self, before: Chain) -> None:
+        """Take over what its stages keep, which this chain has with other settings."""
+        self.layer = before.layer
+        for own, other in zip(self.matmuls, before.matmuls, strict=True):
+            vars(own).update({name: getattr(other, name) for name in own.lasting})
 
     @constant_in_graphs
     def keep_template(self) -> bool:

@@ -96,6 +96,10 @@ def _with_tokens(x: torch.Tensor, ratio: Fraction | int) -> torch.Tensor:
     return x.new_empty_strided((int(x.shape[0] * ratio), *x.shape[1:]), (0,) * x.dim())
 
 
+class Outdated(Exception):
+    """A module of the layer has another chain now, because one of its settings was set."""
+
+
 class FusedLayer:
     """A layer as one chain, for calls with the same arguments.
 
@@ -122,6 +126,7 @@ class FusedLayer:
             self.chain = listing.built.chain(*(made if isinstance(made, tuple) else (made,)))
             self.chain.layer = layer.name
         self.members, self.likes = listing.members, listing.likes
+        self._chains = [member.part.chain for member in self.members]
         self.modules = listing.modules
         parents = [layer, *self.modules]
         self._children = [(m._modules, [*m._modules.values()]) for m in parents if m._modules]
@@ -132,7 +137,11 @@ class FusedLayer:
         return all([[*now.values()] == then for now, then in self._children])
 
     def __call__(self, values: Sequence[Any], groups: Arguments) -> Any:
-        """Run the layer; `NotImplemented` where it must run part by part."""
+        """Run the layer; `NotImplemented` where it must run part by part.
+
+        Raises:
+            Outdated: the stages of the layer must be listed again.
+        """
         chain = self.chain
         if chain is None or any([is_observed(module) for module in self.modules]):
             return NotImplemented
@@ -156,11 +165,14 @@ class FusedLayer:
         key = (*needs[: len(values)], *plans)
         joined = self._plans.get(key)
         if joined is None:
+            pairs = zip(plans, self._chains, strict=True)
+            if any([plan.chain is not chain for plan, chain in pairs]):
+                raise Outdated
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             joined = self._plans[key] = joined_plan(chain, plans, tuple(needs[: len(values)]))
-        pairs = zip(self.members, plans, strict=True)
-        step = backward_end_of([member.part for member, plan in pairs if plan.requires_grad])
+        trained = zip(self.members, plans, strict=True)
+        step = backward_end_of([member.part for member, plan in trained if plan.requires_grad])
         return call_chain(joined, step, *inputs)
 
 

@@ -28,7 +28,7 @@ from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain.compiled_layer import call_operator
 from transformer_engine.pytorch.chain.flow import EAGER, FlowModule
-from transformer_engine.pytorch.chain.fused_layer import FusedLayer
+from transformer_engine.pytorch.chain.fused_layer import FusedLayer, Outdated
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import exporting
@@ -74,6 +74,9 @@ def run_layer(
             if result is not NotImplemented:
                 return result
         return layer.data_flow(EAGER, values, *groups)
+    except Outdated:
+        del layer._fused[key]
+        return run_layer(layer, names, values, *groups)
     except (TypeError, ValueError):
         _check_values(layer, names, values)
         raise

@@ -75,6 +75,7 @@ class Stage:
         takes_pending: its inputs, and gradients of its results, may be `Pending`.
         takes_strides: its inputs, and gradients of its results, may have any strides; other stages
             get contiguous tensors.
+        lasting: attributes that outlive a change of the module's settings.
         not_settings: attributes that may differ between stages that compute the same.
         records_with_readers: it is recorded only together with all stages that read its results.
         communicates: it is a collective, and a segment by itself, unless it `joins` others. Its
@@ -95,6 +96,7 @@ class Stage:
     multiplies = False
     takes_pending = False
     takes_strides = False
+    lasting: tuple[str, ...] = ()
     not_settings: tuple[str, ...] = ()
     records_with_readers = False
     communicates = False

@@ -66,7 +66,8 @@ def make_graphed_callables(
     overwrites. The graphs record amaxes; scales are updated outside of them, at the end of the
     outermost autocast (without one, at the end of the call) and at the end of the backward.
     Callables must be replayed in the order of their capture: forwards as they are listed, backwards
-    in reverse.
+    in reverse. Graphs keep the settings of modules (`eps`, `parallel_mode`) with which they were
+    captured: set others before.
 
     On a machine without CUDA, and for samples on the CPU, the callables come back as they are.
 

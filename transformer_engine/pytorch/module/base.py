@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch import _torch_private
-from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.compiled import operator_key
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
@@ -33,7 +32,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
 )
 from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.delayed_gradients import DelaysGradients
 from transformer_engine.pytorch.module.inputs import (
     check_device,
@@ -42,6 +41,7 @@ from transformer_engine.pytorch.module.inputs import (
 )
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import HasParameters, matrices_of
+from transformer_engine.pytorch.module.settings import BuildsChain, setting
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.groups import (
     SharedByRanks,
@@ -58,23 +58,27 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients, ScaledModule):
+class TransformerEngineBaseModule(
+    BuildsChain, HasParameters, SharedByRanks, DelaysGradients, ScaledModule
+):
     """Base of Linear, LayerNormLinear and LayerNormMLP.
 
-    Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
+    Subclasses build `self.chain` and list the names of their GEMMs; everything that depends on the
     scope (quantizers, scaling state, registration) happens in `_call`, once a call.
+
+    Attributes:
+        sequence_parallel: each rank has a part of the tokens outside the parallel region.
     """
 
-    chain: Chain
+    sequence_parallel: bool = setting(lambda module, value: bool(value) and module.ranks.size > 1)
     return_bias: bool
     first_microbatch: bool | None = None  # instead of the caller's `is_first_microbatch`
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
-    def __init__(self, gemms: int, name: str | None, eps: float = 0.0, /, **sizes: int) -> None:
+    def __init__(self, gemms: int, name: str | None, /, **sizes: int) -> None:
         super().__init__(gemms)
         self.name = layer_name(name, type(self).__name__)
         check_sizes(type(self).__name__, self.name, **sizes)
-        check_numbers(type(self).__name__, self.name, eps=eps)
         self.ranks = TensorParallel(type(self).__name__, self.name, None, 1)
         self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
@@ -93,11 +97,6 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
             self.chain.rename(name)
             self.drop_plans()
             fp8_weights.rename(self, name)
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether each rank has a part of the tokens outside the parallel region."""
-        return self.ranks.sequence
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """The parameters of the chain; and the last bias of the module, for `return_bias`."""
@@ -130,14 +129,6 @@ class TransformerEngineBaseModule(HasParameters, SharedByRanks, DelaysGradients,
             for stage, own in plan.caching:
                 assert isinstance(stage, Matmul)
                 stage.renew(weights[stage.index].contiguous(), own)
-
-    def drop_plans(self) -> None:
-        """Drop all plans and recordings, because something that they point to has changed.
-
-        That is: the name, a registered parameter, dtype or device (`_apply`), settings of stages,
-        or scaling state that was replaced, loaded or moved to another scaling group.
-        """
-        self._plans.clear()
 
     def _call(
         self,

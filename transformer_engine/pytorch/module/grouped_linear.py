@@ -122,6 +122,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f" {', '.join(on)} (layer {self.name})"
             )
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
+        self.sequence_parallel = sequence_parallel
         self.parallel_mode = parallel_mode_of(parallel_mode, "GroupedLinear")
         shared = SharedLinear(self.parallel_mode, self.ranks)
         if self.parallel_mode == "row" and self.ranks.size > 1 and bias and not return_bias:
@@ -130,12 +131,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f" the sum over {self.ranks.size} ranks would have each bias as often (layer"
                 f" {self.name})"
             )
-        self.num_gemms = num_gemms
+        self.num_gemms, self.use_bias = num_gemms, bias
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.return_bias, self.delay_wgrad_compute = return_bias, delay_wgrad_compute
         self._parts = tuple(
             _Part(
                 in_features,
@@ -192,6 +191,11 @@ class GroupedLinear(TransformerEngineBaseModule):
     def save_original_input(self, value: bool) -> None:
         for part in self._parts:
             part.save_original_input = value
+
+    def rebuild_chain(self) -> None:
+        """Give the parts, which have the chains, the setting of the whole."""
+        for part in self._parts:
+            part.sequence_parallel = self.sequence_parallel
 
     def train(self, mode: bool = True) -> GroupedLinear:
         """Set whether it is trained, as torch does: statistics keep evaluations apart."""

@@ -10,6 +10,7 @@ import torch
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
+from transformer_engine.pytorch.module.settings import setting
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
 
@@ -28,11 +29,16 @@ class L2Normalization(SingleStageModule):
     tensor([1., 1.])
     """
 
+    eps: float = setting()
+
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(Norm("RMSNorm", eps / hidden_size, zero_centered=False))
         self.hidden_size = hidden_size
         self.eps = eps
+        super().__init__(self._make_stage())
         self._gammas: dict[torch.device, torch.Tensor] = {}
+
+    def _make_stage(self) -> Norm:
+        return Norm("RMSNorm", self.eps / self.hidden_size, zero_centered=False)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise `(..., hidden_size)` over the last axis; shape and dtype stay."""

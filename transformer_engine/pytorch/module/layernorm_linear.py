@@ -10,17 +10,15 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stage import Parameters
-from transformer_engine.pytorch.chain.stages import Norm
-from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.linear import SingleGemmModule
-from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
-from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap
-from transformer_engine.pytorch.module.parallel_mode import (
-    SharedLinear,
-    gathered_tap,
-    parallel_mode_of,
+from transformer_engine.pytorch.module.norms import (
+    NormalizesFirst,
+    check_normalization,
+    norm_parameters,
 )
+from transformer_engine.pytorch.module.overlap_arguments import keep_overlap, overlap_arguments
+from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
     ParameterSet,
@@ -33,10 +31,11 @@ from transformer_engine.pytorch.module.parameters import (
     split_sizes,
     tensors_of,
 )
+from transformer_engine.pytorch.module.settings import setting
 
 
 @joins_chains
-class LayerNormLinear(SingleGemmModule):
+class LayerNormLinear(NormalizesFirst, SingleGemmModule):
     """Applies layer normalisation followed by a linear transformation.
 
     Args:
@@ -113,18 +112,14 @@ class LayerNormLinear(SingleGemmModule):
         return_input: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
+        super().__init__(1, name, in_features=in_features, out_features=out_features)
         asked = overlap_arguments(LayerNormLinear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
-        mode = self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
-        request_overlap(self.ranks, asked, mode, named=True)
-        if mode == "row" and self.ranks.size > 1:
-            raise NotImplementedError(
-                "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
-                f"needs all features of a token on each rank (layer {self.name})"
-            )
+        self.sequence_parallel, self.parallel_mode = sequence_parallel, parallel_mode
+        keep_overlap(self, asked, others, self.parallel_mode)
         self.delay_wgrad_compute = delay_wgrad_compute
-        shared = SharedLinear(mode, self.ranks, sections_of(parameters_split), delay_wgrad_compute)
+        sections = sections_of(parameters_split)
+        shared = SharedLinear(self.parallel_mode, self.ranks, sections, delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps
@@ -133,12 +128,12 @@ class LayerNormLinear(SingleGemmModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
-        gathers = gathered_tap(shared, return_layernorm_output_gathered, return_layernorm_output)
-        tap = tap_of(return_layernorm_output and not gathers, return_input)
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self._returns_input = return_input
 
         sizes = split_sizes(parameters_split, out_features, "LayerNormLinear")
         self._split = SplitLinearParameters(sizes, shared, out_features, bias)
-        self._check_fusing(fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         norm = norm_parameters(
             normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"
@@ -152,10 +147,22 @@ class LayerNormLinear(SingleGemmModule):
             self.layer_norm_bias = None
         if not bias:
             self.bias = None
-        self.chain = Chain.of(
-            Norm(normalization, eps, zero_centered_gamma, tap),
-            *shared.stages(0, self.name, fuse_wgrad_accumulation, gathered_tap=gathers),
-        )
+        self.chain = self._build_chain()
+
+    def _checked_mode(self, parallel_mode: str | None) -> str | None:
+        mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
+        if mode == "row" and self.ranks.size > 1:
+            raise NotImplementedError(
+                "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
+                f"needs all features of a token on each rank (layer {self.name})"
+            )
+        return mode
+
+    parallel_mode: str | None = setting(_checked_mode)
+
+    def _build_chain(self) -> Chain:
+        norm, gathers = self._norm_stage(self.parallel_mode)
+        return Chain.of(norm, *self._gemm_stages(gathers))
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""

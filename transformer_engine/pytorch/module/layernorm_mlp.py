@@ -11,8 +11,7 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.stage import Parameters
-from transformer_engine.pytorch.chain.stages import Activation, Norm
-from transformer_engine.pytorch.chain.stages.norm import tap_of
+from transformer_engine.pytorch.chain.stages import Activation
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.kernels.activation import (
     activation_kind,
@@ -21,9 +20,17 @@ from transformer_engine.pytorch.kernels.activation import (
 )
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
-from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap
-from transformer_engine.pytorch.module.parallel_mode import SharedLinear, gathered_tap
+from transformer_engine.pytorch.module.norms import (
+    NormalizesFirst,
+    check_normalization,
+    norm_parameters,
+)
+from transformer_engine.pytorch.module.overlap_arguments import (
+    keep_overlap,
+    overlap_arguments,
+    request_overlap,
+)
+from transformer_engine.pytorch.module.parallel_mode import SharedLinear
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
     ParameterSet,
@@ -33,11 +40,12 @@ from transformer_engine.pytorch.module.parameters import (
     params_dtype_of,
     tensors_of,
 )
+from transformer_engine.pytorch.module.settings import setting
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 
 
 @joins_chains
-class LayerNormMLP(TransformerEngineBaseModule):
+class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
     """Applies layer normalisation followed by a two-layer perceptron.
 
     Args:
@@ -127,28 +135,28 @@ class LayerNormMLP(TransformerEngineBaseModule):
         checkpoint: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        super().__init__(2, name, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         asked = overlap_arguments(LayerNormMLP, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
-        request_overlap(self.ranks, asked, "column", "row")
+        self.sequence_parallel = sequence_parallel
+        keep_overlap(self, asked, others, "column", "row")
         kind = activation_kind(activation)
-        numbers = activation_parameters(kind, activation_params, "LayerNormMLP")
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.eps = eps
         self.normalization = check_normalization(normalization, "LayerNormMLP")
-        self.activation = activation
+        self.activation, self._activation_params = activation, activation_params
         self.zero_centered_gamma = zero_centered_gamma
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self._returns_input, self.fuse_wgrad_accumulation = return_input, fuse_wgrad_accumulation
         self.checkpoint, self.set_parallel_mode = checkpoint, set_parallel_mode
         halves = [ffn_hidden_size] * (2 if is_gated(kind) else 1)
         self.delay_wgrad_compute = delay_wgrad_compute
         self._fc1 = SharedLinear("column", self.ranks, halves, delay_wgrad_compute)
         self._fc2 = SharedLinear("row", self.ranks, delays=delay_wgrad_compute)
-        gathers = gathered_tap(self._fc1, return_layernorm_output_gathered, return_layernorm_output)
-        tap = tap_of(return_layernorm_output and not gathers, return_input)
         self.fc2_features = self._fc2.inputs("ffn_hidden_size", ffn_hidden_size)
         self.fc1_features = self.fc2_features * len(halves)
 
@@ -167,11 +175,29 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.layer_norm_bias = None
         if not bias:
             self.fc1_bias = self.fc2_bias = None
-        self.chain = Chain.of(
-            Norm(normalization, eps, zero_centered_gamma, tap),
-            *self._fc1.stages(0, self.name, fuse_wgrad_accumulation, "fc1", gathers),
-            Activation(kind, numbers),
-            *self._fc2.stages(1, self.name, fuse_wgrad_accumulation, "fc2"),
+        self.chain = self._build_chain()
+
+    def _checked_activation(self, activation: str) -> str:
+        gated, features = is_gated(activation_kind(activation)), self.__dict__.get("fc1_features")
+        if features is not None and gated != (features > self.fc2_features):
+            raise ValueError(
+                f"[LayerNormMLP] expected {'an' if gated else 'a gated'} activation for the sizes"
+                f" of FC1, got {activation!r} (layer {self.name})"
+            )
+        return activation
+
+    activation: str = setting(_checked_activation)
+    fuse_wgrad_accumulation: bool = setting()
+
+    def _build_chain(self) -> Chain:
+        request_overlap(self, "column", "row")
+        norm, gathers = self._norm_stage("column")
+        kind, fuse = activation_kind(self.activation), self.fuse_wgrad_accumulation
+        return Chain.of(
+            norm,
+            *self._fc1.stages(0, self.name, fuse, "fc1", gathers),
+            Activation(kind, activation_parameters(kind, self._activation_params, "LayerNormMLP")),
+            *self._fc2.stages(1, self.name, fuse, "fc2"),
         )
 
     def _linear_specs(

@@ -9,10 +9,14 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
-from transformer_engine.pytorch.chain.stage import Parameters
+from transformer_engine.pytorch.chain.stage import Parameters, Stage
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap
+from transformer_engine.pytorch.module.overlap_arguments import (
+    keep_overlap,
+    overlap_arguments,
+    request_overlap,
+)
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -24,6 +28,7 @@ from transformer_engine.pytorch.module.parameters import (
     sections_of,
     split_sizes,
 )
+from transformer_engine.pytorch.module.settings import setting
 
 
 class SingleGemmModule(TransformerEngineBaseModule):
@@ -31,27 +36,29 @@ class SingleGemmModule(TransformerEngineBaseModule):
 
     in_features: int
     out_features: int
+    parallel_mode: str | None
     _split: SplitLinearParameters
+    _joins = True  # see `SharedLinear`
 
-    @property
-    def fuse_wgrad_accumulation(self) -> bool:
-        """Whether weight gradients are added to `weight.main_grad`; it may be set at any time."""
-        return self.chain.matmuls[0].fuse_wgrad
-
-    @fuse_wgrad_accumulation.setter
-    def fuse_wgrad_accumulation(self, value: bool) -> None:
-        self._check_fusing(value)
-        self.chain.matmuls[0].fuse_wgrad = value
-        self.chain.settings_changed()
-        self.drop_plans()
-
-    def _check_fusing(self, fuse_wgrad_accumulation: bool) -> None:
+    def _checked_fusing(self, fuse_wgrad_accumulation: bool) -> bool:
         names = self._split.weight_names
         if fuse_wgrad_accumulation and len(names) > 1:
             raise ValueError(
                 f"[{type(self).__name__}] expected one weight with fuse_wgrad_accumulation=True,"
                 f" got parameters_split into {', '.join(names)} (layer {self.name})"
             )
+        return fuse_wgrad_accumulation
+
+    fuse_wgrad_accumulation: bool = setting(_checked_fusing)
+
+    def _gemm_stages(
+        self, gathered_tap: bool = False, save_original_input: bool = False
+    ) -> list[Stage]:
+        """The stages of the GEMM; see `SharedLinear.stages`."""
+        mode, fuse = self.parallel_mode, self.fuse_wgrad_accumulation
+        request_overlap(self, mode, named=True)
+        shared = SharedLinear(mode, self.ranks, (), self.delay_wgrad_compute, self._joins)
+        return shared.stages(0, self.name, fuse, "", gathered_tap, save_original_input)
 
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
@@ -108,7 +115,8 @@ class Linear(SingleGemmModule):
     """
 
     _shown = ("in_features", "out_features", "use_bias")
-    _joins = True  # see `SharedLinear`
+    parallel_mode: str | None = setting(lambda _, mode: parallel_mode_of(mode, "Linear"))
+    save_original_input: bool = setting()
 
     def __init__(
         self,
@@ -136,13 +144,11 @@ class Linear(SingleGemmModule):
         super().__init__(1, name, in_features=in_features, out_features=out_features)
         asked = overlap_arguments(type(self), others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
-        self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
-        request_overlap(self.ranks, asked, self.parallel_mode, named=True)
+        self.sequence_parallel, self.parallel_mode = sequence_parallel, parallel_mode
+        keep_overlap(self, asked, others, self.parallel_mode)
         self.delay_wgrad_compute = delay_wgrad_compute
         sections = sections_of(parameters_split)
-        shared = SharedLinear(
-            self.parallel_mode, self.ranks, sections, delay_wgrad_compute, self._joins
-        )
+        shared = SharedLinear(self.parallel_mode, self.ranks, sections, delay_wgrad_compute)
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias
@@ -150,26 +156,17 @@ class Linear(SingleGemmModule):
 
         sizes = split_sizes(parameters_split, out_features, "Linear")
         self._split = SplitLinearParameters(sizes, shared, out_features, bias)
-        self._check_fusing(fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         specs = self._split.specs(self.in_features, init_method or default_init_method)
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
         if not bias:
             self.bias = None
-        self.chain = Chain.of(*shared.stages(0, self.name, fuse_wgrad_accumulation))
-        (self._matmul,) = self.chain.matmuls
-        self.save_original_input = save_original_input
+        self.chain = self._build_chain()
 
-    @property
-    def save_original_input(self) -> bool:
-        """Whether the input is kept as it came; see the argument of this name."""
-        return self._matmul.save_original_input
-
-    @save_original_input.setter
-    def save_original_input(self, value: bool) -> None:
-        self._matmul.save_original_input = value
-        self.chain.settings_changed()
-        self.drop_plans()
+    def _build_chain(self) -> Chain:
+        return Chain.of(*self._gemm_stages(save_original_input=self.save_original_input))
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""

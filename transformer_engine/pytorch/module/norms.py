@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.stages import Norm
+from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.module.arguments import (
@@ -26,6 +27,7 @@ from transformer_engine.pytorch.module.parameters import (
     params_dtype_of,
     tensors_of,
 )
+from transformer_engine.pytorch.module.settings import setting
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallel.summed_gradients import with_summed_gradients
@@ -52,7 +54,59 @@ def check_normalization(kind: str, module: str) -> str:
     return kind
 
 
-class NormModule(HasParameters, OptionalExtraState, SingleStageModule):
+def checked_eps(module: Any, eps: float) -> float:
+    """The value of a setting `eps`. Raises TypeError unless it is a number."""
+    check_numbers(type(module).__name__, getattr(module, "name", None), eps=eps)
+    return eps
+
+
+class Normalizes:
+    """Base of modules with a norm.
+
+    Attributes:
+        eps: added to the variance.
+        zero_centered_gamma: multiply by `1 + gamma`.
+    """
+
+    eps: float = setting(checked_eps)
+    zero_centered_gamma: bool = setting()
+
+
+class NormalizesFirst(Normalizes):
+    """Base of modules with GEMMs behind a norm.
+
+    Attributes:
+        return_layernorm_output: also return the output of the norm.
+        return_layernorm_output_gathered: return that of all ranks' tokens.
+    """
+
+    normalization: str
+    sequence_parallel: bool
+    _returns_input: bool
+
+    def _checked_tap(self, value: bool) -> bool:
+        own = vars(self)
+        if own.get("chain") and self._returns_input and value != self.return_layernorm_output:
+            raise ValueError(
+                f"[{type(self).__name__}] expected return_layernorm_output={not value} to stay, as"
+                " return_input=True gives a layer around it what its residual connection adds"
+                f" (layer {own['_name']})"
+            )
+        return value
+
+    return_layernorm_output: bool = setting(_checked_tap)
+    return_layernorm_output_gathered: bool = setting()
+
+    def _norm_stage(self, mode: str | None) -> tuple[Norm, bool]:
+        """The norm, and whether the chain returns its output after it was gathered."""
+        returned = self.return_layernorm_output
+        gathers = returned and self.return_layernorm_output_gathered
+        gathers = gathers and mode == "column" and self.sequence_parallel
+        tap = tap_of(returned and not gathers, self._returns_input)
+        return Norm(self.normalization, self.eps, self.zero_centered_gamma, tap), gathers
+
+
+class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModule):
     """A norm with parameters. Subclasses say which kind.
 
     Attributes:
@@ -79,18 +133,19 @@ class NormModule(HasParameters, OptionalExtraState, SingleStageModule):
     ) -> None:
         _check_others(type(self), others)
         check_name(name, type(self).__name__)
-        name = name or type(self).__name__
-        check_numbers(self.kind, name, eps=eps)
-        super().__init__(Norm(self.kind, eps, zero_centered_gamma))
-        self.name = name
-        self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
-        check_sizes(self.kind, name, hidden_size=self.hidden_size)
+        self.name = name or type(self).__name__
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(self._make_stage())
+        self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
+        check_sizes(self.kind, self.name, hidden_size=self.hidden_size)
         self._parameter_set = ParameterSet(None)
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
         self._names = names_in(specs, "weight", "bias")
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
+
+    def _make_stage(self) -> Norm:
+        return Norm(self.kind, self.eps, self.zero_centered_gamma)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise over the last axis; statistics in fp32.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from transformer_engine.pytorch.module.arguments import refuse_keywords
-from transformer_engine.pytorch.parallel.groups import TensorParallel
-from transformer_engine.pytorch.parallel.overlap import OverlapArguments
+from transformer_engine.pytorch.parallel.overlap import NO_OVERLAP, Overlap, OverlapArguments
 
 _GATHERS = ("ub_overlap_ag", "ub_split_ag", "ub_atomic_gemm_ag")
 _SCATTERS = ("ub_overlap_rs", "ub_split_rs", "ub_atomic_gemm_rs")
@@ -63,24 +63,43 @@ def overlap_arguments(
     return OverlapArguments(asked(*_GATHERS), asked(*_SCATTERS), grads, others.get("ub_name"))
 
 
-def request_overlap(
-    ranks: TensorParallel, asked: OverlapArguments, *modes: str | None, named: bool = False
+def keep_overlap(
+    module: Any, asked: OverlapArguments, others: dict[str, Any], *modes: str | None
 ) -> None:
-    """Set which collectives of a module overlap. Nothing overlaps without sequence parallelism.
+    """Keep the `ub_*` arguments of a module.
 
     Args:
-        ranks: of the module.
-        asked: its `ub_*` arguments.
+        module: that has its `sequence_parallel`.
+        asked: returned by `overlap_arguments`.
+        others: the further keywords of the constructor.
+        modes: `parallel_mode` of its GEMMs.
+    """
+    module._overlap_asked = asked
+
+
+def _wanted(module: Any, asked: OverlapArguments, modes: Sequence[str | None]) -> Overlap:
+    """Nothing overlaps without sequence parallelism."""
+    if not module.sequence_parallel:
+        return NO_OVERLAP
+    return asked.overlap("column" in modes, "row" in modes)
+
+
+def request_overlap(module: Any, *modes: str | None, named: bool = False) -> None:
+    """Tell the ranks of a module whether they share tokens, and which collectives overlap.
+
+    Args:
+        module: after `keep_overlap`.
         modes: `parallel_mode` of its GEMMs.
         named: `ub_name` is required if anything overlaps.
 
     Raises:
         ValueError: `ub_name` is missing.
     """
-    if ranks.sequence:
-        ranks.overlap = asked.overlap("column" in modes, "row" in modes)
-    if any(ranks.overlap) and named and not asked.name:
+    ranks, asked = module.ranks, module._overlap_asked
+    wanted = _wanted(module, asked, modes)
+    if any(wanted) and named and not asked.name:
         raise ValueError(
             f"[{ranks.op}] expected ub_name ('qkv', 'proj', 'fc1' or 'fc2') with ub_* arguments"
-            f" that ask for overlap ({ranks.overlap}), got none (layer {ranks.layer})"
+            f" that ask for overlap ({wanted}), got none (layer {ranks.layer})"
         )
+    ranks.sequence, ranks.overlap = module.sequence_parallel, wanted

@@ -106,6 +106,7 @@ class SharedLinear:
         fuse_wgrad: bool,
         part: str = "",
         gathered_tap: bool = False,
+        save_original_input: bool = False,
     ) -> list[Stage]:
         """The Matmul, with the collectives before and after it.
 
@@ -115,6 +116,7 @@ class SharedLinear:
             fuse_wgrad: see `Matmul`.
             part: see `Matmul`.
             gathered_tap: the chain also returns the gathered input.
+            save_original_input: see `Matmul`.
         """
         before: list[Stage] = []
         behind: list[Stage] = []
@@ -124,9 +126,5 @@ class SharedLinear:
             behind = behind_rows(self.ranks)
         by_rows = bool(behind) and self.ranks.sequence
         matmul = Matmul(index, layer, fuse_wgrad, part, not behind, self.delays, by_rows)
+        matmul.save_original_input = save_original_input
         return [*before, matmul, *behind]
-
-
-def gathered_tap(shared: SharedLinear, gathered: bool, returned: bool) -> bool:
-    """Whether the output of the norm before it is returned as all ranks have it together."""
-    return gathered and returned and shared.mode == "column" and shared.ranks.sequence

@@ -14,10 +14,11 @@ from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
 from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache
 from transformer_engine.pytorch.chain.stage import Stage
+from transformer_engine.pytorch.module.settings import BuildsChain
 
 
-class SingleStageModule(nn.Module):
-    """A chain of one stage, with its plans."""
+class SingleStageModule(BuildsChain, nn.Module):
+    """A chain of one stage, with its plans. Those with settings define `_make_stage`."""
 
     __prepare_scriptable__ = refuse_scripting
 
@@ -25,6 +26,13 @@ class SingleStageModule(nn.Module):
         super().__init__()
         self.chain = Chain.of(stage)
         self._plans = PlanCache()
+
+    def _make_stage(self) -> Stage:
+        """The stage for the current settings."""
+        raise NotImplementedError
+
+    def _build_chain(self) -> Chain:
+        return Chain.of(self._make_stage())
 
     def plan_for(self, dtype: torch.dtype, needs: tuple[bool, ...]) -> CallPlan:
         """The plan of calls with results of this dtype; `needs` as in `CallPlan`."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.module.arguments import check_numbers
 from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.l2norm import L2Normalization as _L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm as _LayerNorm
+from transformer_engine.pytorch.module.norms import checked_eps
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm as _RMSNorm
+from transformer_engine.pytorch.module.settings import setting
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
@@ -35,6 +36,8 @@ class L2Normalization(FusibleOperation):
     tensor([0.6000, 0.8000])
     """
 
+    eps: float = setting(checked_eps)
+
     def __init__(
         self,
         *,
@@ -43,9 +46,12 @@ class L2Normalization(FusibleOperation):
         micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        check_numbers("L2Normalization", None, eps=eps)
-        self.eps = eps
         self._by_size: dict[int, _L2Normalization] = {}
+        self.eps = eps
+
+    def rebuild_chain(self) -> None:
+        """Drop the norms of the previous setting."""
+        self._by_size.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last axis.

@@ -87,7 +87,8 @@ class Matmul(Stage):
     label = "matmul"
     multiplies = True
     takes_pending = True
-    not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors", "delayed")
+    lasting = ("cached_weight", "_cached_tensors", "delayed")
+    not_settings = ("name", "part", "results", *lasting)
 
     def __init__(
         self,

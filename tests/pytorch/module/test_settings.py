@@ -1,0 +1,216 @@
+"""Settings of modules that are set after construction are those of the next call."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from debug_session import debugging, logged, section
+from fused_layers import batch, build, is_fused
+from precisions import scope
+from rulers import assert_bitwise
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.chain import run_layer
+
+MLP = {"activation": "relu", "fuse_wgrad_accumulation": True}
+NORM = {"eps": 10.0, "zero_centered_gamma": True}
+TAP = {"return_layernorm_output": True}
+SETTINGS = {
+    te.LayerNorm: NORM,
+    te.RMSNorm: NORM,
+    te.Linear: {"fuse_wgrad_accumulation": True},
+    te.LayerNormLinear: {**NORM, **TAP, "fuse_wgrad_accumulation": True},
+    te.LayerNormMLP: {**NORM, **TAP, **MLP},
+}
+every_setting = pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in SETTINGS.items() for name in names]
+)
+precisions = pytest.mark.parametrize("precision", ["high precision", "delayed"])
+
+
+def make(kind, **settings):
+    sizes = (32,) if kind in (te.LayerNorm, te.RMSNorm) else (32, 64)
+    torch.manual_seed(0)
+    return kind(*sizes, device="cpu", **settings)
+
+
+def step(module, precision, call=None):
+    """What a training step leaves behind."""
+    for parameter in module.parameters():
+        parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with scope(precision):
+        made = (module if call is None else call)(x)
+    made = made if isinstance(made, tuple) else (made,)
+    sum([(y * y).sum() for y in made]).backward()
+    grads = [t for p in module.parameters() for t in (p.grad, p.main_grad)]
+    return [*made, x.grad, *[g for g in grads if g is not None], *histories(module)]
+
+
+def histories(module):
+    module.state_dict()  # runs updates that compiled code has deferred
+    return [s.amax_history.clone() for s in getattr(module, "scaling", {}).values()]
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_bitwise(one, other)
+
+
+@every_setting
+@precisions
+def test_is_that_of_the_next_call(kind, name, precision):
+    """As of a module that was made with it and has the same parameters and scales."""
+    value = SETTINGS[kind][name]
+    late, made = make(kind), make(kind, **{name: value})
+    step(late, precision)
+    made.load_state_dict(late.state_dict())
+    before = histories(late)
+    setattr(late, name, value)
+    assert_same(histories(late), before)
+    assert getattr(late, name) == value
+    assert_same(step(late, precision), step(made, precision))
+    assert [*late.state_dict()] == [*made.state_dict()]
+
+
+@every_setting
+def test_of_the_same_value_keeps_plans(kind, name):
+    module = make(kind, **{name: SETTINGS[kind][name]})
+    step(module, "high precision")
+    chain, plans = module.chain, dict(module._plans)
+    setattr(module, name, SETTINGS[kind][name])
+    assert module.chain is chain
+    assert dict(module._plans) == plans != {}
+
+
+@every_setting
+@precisions
+def test_is_that_of_copies(kind, name, precision):
+    module = make(kind)
+    step(module, precision)
+    setattr(module, name, SETTINGS[kind][name])
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    expected = step(module, precision)
+    for one in copies:
+        assert_same(step(one, precision), expected)
+        value = getattr(one, name)
+        setattr(one, name, "gelu" if name == "activation" else value / 2)
+        assert getattr(module, name) == value
+    chains = [module.chain, *[one.chain for one in copies]]
+    assert len({id(chain) for chain in chains}) == 3
+
+
+@every_setting
+@precisions
+def test_compiles_once_more(kind, name, precision):
+    torch._dynamo.reset()
+    eager, module = make(kind), make(kind)
+    frames = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(module, backend=frames, fullgraph=True)
+    step(eager, precision), step(module, precision, call)
+    compiled = frames.frame_count
+    for one in (eager, module):
+        setattr(one, name, SETTINGS[kind][name])
+    torch.testing.assert_close(step(module, precision, call), step(eager, precision))
+    again = frames.frame_count
+    assert again > compiled
+    setattr(module, name, SETTINGS[kind][name])
+    step(module, precision, call)
+    assert frames.frame_count == again
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@precisions
+def test_inside_of_a_layer(precision, compiled, monkeypatch):
+    def run(layer, call):
+        results = []
+        for setting in (None, "attention", "mlp"):
+            if setting == "attention":
+                layer.self_attention.layernorm_qkv.eps = 10.0
+            if setting == "mlp":
+                layer.layernorm_mlp.activation = "relu"
+            for seed in range(2):
+                x = batch(seed=seed)
+                with scope(precision):
+                    y = call(x)
+                y.sum().backward()
+                assert compiled or is_fused(y) is fuses
+                results += [y, x.grad]
+        return results
+
+    torch._dynamo.reset()
+    layer, fuses = build(), True
+    first = run(layer, torch.compile(layer, backend="aot_eager") if compiled else layer)
+    monkeypatch.setattr(run_layer, "_may_fuse", lambda x: False)
+    fuses = False
+    layer = build()
+    assert_same(first, run(layer, layer))
+    assert not torch.equal(first[0], first[4])
+    assert not torch.equal(first[4], first[8])
+
+
+def test_keeps_cached_weights_and_delayed_gradients():
+    module = make(te.LayerNormMLP, delay_wgrad_compute=True)
+    x = torch.randn(16, 32)
+    with scope("current"):
+        module(x, is_first_microbatch=True).sum().backward()
+        module.eps = 1e-3
+        cached = [matmul.cached_weight for matmul in module.chain.matmuls]
+        with torch.no_grad():
+            module.fc1_weight.zero_()
+        assert module(x, is_first_microbatch=False).std() > 0
+    assert None not in cached
+    module.backward_dw()
+    assert module.fc1_weight.grad.abs().max() > 0
+    with pytest.raises(RuntimeError, match="expected a backward before each backward_dw"):
+        module.eps = 1e-4
+        module.backward_dw()
+        module.backward_dw()
+
+
+def test_keeps_names_and_hooks(tmp_path):
+    module, seen = make(te.LayerNormMLP, name="old"), []
+    module.name = "new"
+    module.register_forward_hook(lambda *_: seen.append(1))
+    with debugging(tmp_path, section("LogTensorStats", tensors=["activation"], stats=["max"])):
+        for eps in (1e-5, 10.0):
+            module.eps = eps
+            module(torch.randn(16, 32))
+            debug_api.step()
+    names = {layer for _, layer, _ in logged(tmp_path)}
+    assert names == {"new.fc1", "new.fc2"}
+    assert len(seen) == 2
+
+
+def test_values_that_cannot_be_change_nothing():
+    module = make(te.LayerNormMLP, name="mlp")
+    expected = step(module, "high precision")
+    for name, value, error, text in (
+        ("eps", "1", TypeError, r"\[LayerNormMLP\] expected eps to be a number, got '1'"),
+        ("activation", "swiglu", ValueError, r"for the sizes of FC1, got 'swiglu' \(layer mlp\)"),
+        ("activation", "none", NotImplementedError, "none"),
+    ):
+        before = getattr(module, name)
+        with pytest.raises(error, match=text):
+            setattr(module, name, value)
+        assert getattr(module, name) == before
+    limited = make(te.LayerNormMLP, activation="clamped_swiglu", activation_params={"limit": 2.0})
+    with pytest.raises(ValueError, match="activation_params"):
+        limited.activation = "swiglu"
+    assert limited.activation == "clamped_swiglu"
+    assert_same(step(module, "high precision"), expected)
+    inside = build().layernorm_mlp
+    with pytest.raises(ValueError, match="expected return_layernorm_output=False to stay"):
+        inside.return_layernorm_output = True
+
+
+def test_epsilon_of_l2_normalization():
+    module = te.ops.L2Normalization()
+    x = torch.ones(2, 8)
+    torch.testing.assert_close(module(x).norm(dim=-1), torch.ones(2))
+    module.eps = 24.0
+    torch.testing.assert_close(module(x), x / 32**0.5)
