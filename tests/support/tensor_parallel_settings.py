@@ -88,7 +88,8 @@ def overlap_behind_settings(rank: int) -> None:
     """Is what the arguments asked for, while tokens are shared."""
     options: dict[str, Any] = {"tp_group": dist.group.WORLD, "parallel_mode": "column", **CPU}
     layer = te.Linear(32, 64, sequence_parallel=True, ub_overlap_ag=True, ub_name="fc1", **options)
-    assert layer.ranks.overlap.gather
+    assert layer.ub_overlap_ag_fprop and layer.ranks.overlap.gather
+    assert not layer.ub_overlap_ag_dgrad
     layer.sequence_parallel = False
     assert not any(layer.ranks.overlap)
     layer.sequence_parallel = True

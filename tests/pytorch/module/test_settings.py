@@ -214,3 +214,15 @@ def test_epsilon_of_l2_normalization():
     torch.testing.assert_close(module(x).norm(dim=-1), torch.ones(2))
     module.eps = 24.0
     torch.testing.assert_close(module(x), x / 32**0.5)
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_arguments_of_overlap_are_attributes(kind):
+    module = make(kind, ub_overlap_ag=True, ub_bulk_wgrad=True, ub_name="fc1")
+    assert module.ub_name == "fc1"
+    assert module.ub_overlap_ag and module.ub_bulk_wgrad
+    assert not (module.ub_overlap_rs or module.ub_bulk_dgrad or module.ub_overlap_rs_dgrad)
+    assert not (module.ub_overlap_ag_fprop or module.ub_overlap_rs_fprop)  # on one rank
+    assert not module.ub_overlap_ag_dgrad
+    assert make(kind).ub_name is None
+    assert te.GroupedLinear(1, 32, 64, device="cpu", ub_name="fc1").ub_name == "fc1"

@@ -135,6 +135,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
         self.return_bias, self.delay_wgrad_compute = return_bias, delay_wgrad_compute
+        self.ub_name = arguments.get("ub_name")
         self._parts = tuple(
             _Part(
                 in_features,

@@ -17,6 +17,13 @@ _SWITCH = "ub_tp_comm_overlap"  # of a TransformerLayer
 # What they ask for happens in any case: dgrad's collective runs beside the GEMM of wgrad, and the
 # input is gathered again beside that of dgrad.
 _ALWAYS = ("ub_bulk_dgrad", "ub_bulk_wgrad")
+# The attributes that say what `Overlap` does, in its order.
+_ATTRIBUTES = (
+    "ub_overlap_ag_fprop",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_dgrad",
+)
 _FLAGS = frozenset({*_GATHERS, *_SCATTERS, _SCATTERS_GRADS, *_ALWAYS, _SWITCH})
 _NAMES = frozenset({"ub_name", "rng_tracker_name", "symmetric_ar_type"})
 
@@ -66,7 +73,7 @@ def overlap_arguments(
 def keep_overlap(
     module: Any, asked: OverlapArguments, others: dict[str, Any], *modes: str | None
 ) -> None:
-    """Keep the `ub_*` arguments of a module.
+    """Keep the `ub_*` arguments of a module, also as the attributes that trainers read.
 
     Args:
         module: that has its `sequence_parallel`.
@@ -74,7 +81,10 @@ def keep_overlap(
         others: the further keywords of the constructor.
         modes: `parallel_mode` of its GEMMs.
     """
-    module._overlap_asked = asked
+    module._overlap_asked, module.ub_name = asked, asked.name
+    module.ub_overlap_ag, module.ub_overlap_rs = asked.gathers, asked.scatters
+    flags = zip(_ATTRIBUTES, _wanted(module, asked, modes), strict=True)
+    vars(module).update(flags, **{name: others.get(name, False) for name in _ALWAYS})
 
 
 def _wanted(module: Any, asked: OverlapArguments, modes: Sequence[str | None]) -> Overlap:
