@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import run_layer
+from transformer_engine.pytorch.parallelize import remake
 
 MLP = {"activation": "relu", "fuse_wgrad_accumulation": True}
 NORM = {"eps": 10.0, "zero_centered_gamma": True}
@@ -206,6 +207,15 @@ def test_values_that_cannot_be_change_nothing():
     inside = build().layernorm_mlp
     with pytest.raises(ValueError, match="expected return_layernorm_output=False to stay"):
         inside.return_layernorm_output = True
+
+
+def test_is_that_of_a_remade_layer():
+    layer, x = build(), batch()
+    layer.self_attention.layernorm_qkv.eps = 10.0
+    layer.layernorm_mlp.activation = "relu"
+    expected = layer(x)
+    remake.become(layer, remake.counterpart("", layer, {}))
+    assert_bitwise(layer(x), expected)
 
 
 def test_epsilon_of_l2_normalization():

@@ -77,3 +77,10 @@ def setting(checked: Callable[[Any, Any], Any] | None = None) -> Any:
             or raises.
     """
     return _Setting(checked)
+
+
+def own_settings(module: nn.Module) -> dict[str, Any]:
+    """The settings of a module by name, without those that say how ranks share it."""
+    kinds = type(module).__mro__
+    names = {n for kind in kinds for n, one in vars(kind).items() if isinstance(one, _Setting)}
+    return {name: getattr(module, name) for name in names - {"parallel_mode", "sequence_parallel"}}

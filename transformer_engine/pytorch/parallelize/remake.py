@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.fp8.model_init import ModelInit, quantized_model_init
+from transformer_engine.pytorch.module.settings import own_settings
 from transformer_engine.pytorch.parallel.construction import made_with
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.parallelize.fp8_parts import fp8_part, share_initial_value
@@ -68,9 +69,12 @@ def become(module: Any, made: Any) -> None:
     scaling = getattr(module, "scaling", None)
     torch_has = vars(nn.Module()).keys()
     changed = {key: value for key, value in vars(made).items() if key not in torch_has}
+    settings = own_settings(module)
     vars(module).update(changed)
     if layer is not None:
         module.name = layer
+    for name, value in settings.items():  # some may have been set after construction
+        setattr(module, name, value)
     own: Any = getattr(module, "_parameter_set", None)
     for name, parameter in [*module.named_parameters(recurse=False)] if own else ():
         spec = own.spec(name)
