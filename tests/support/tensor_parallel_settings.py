@@ -30,6 +30,7 @@ def _step(module: Any, x: torch.Tensor, precision: str) -> list[torch.Tensor]:
     with scope(precision):
         y = module(x)
     (y * y).sum().backward()
+    te.all_reduce_sequence_parallel_grads(module)
     return [y, x.grad, *[p.grad for p in module.parameters()]]  # type: ignore[list-item]
 
 
@@ -58,7 +59,7 @@ def sequence_parallelism_that_is_set(rank: int) -> None:
     assert alone.sequence_parallel is False
     grouped = te.GroupedLinear(2, 32, 64, tp_group=dist.group.WORLD, parallel_mode="column", **CPU)
     grouped.sequence_parallel = True
-    assert all([part.ranks.sequence for part in grouped.parts()])
+    assert all([part.ranks.sequence for part in (grouped, *grouped.parts())])
 
 
 def parallel_modes_that_are_set(rank: int) -> None:

@@ -236,3 +236,37 @@ def test_arguments_of_overlap_are_attributes(kind):
     assert not module.ub_overlap_ag_dgrad
     assert make(kind).ub_name is None
     assert te.GroupedLinear(1, 32, 64, device="cpu", ub_name="fc1").ub_name == "fc1"
+
+
+class LearnsEpsilon(te.RMSNorm):
+    """Has a parameter, and looks into its dicts, where others have a setting."""
+
+    def __init__(self, size):
+        super().__init__(size, device="cpu")
+        self.eps = torch.nn.Parameter(torch.tensor(1e-5))
+
+    def __setattr__(self, name, value):
+        assert name not in self._buffers
+        super().__setattr__(name, value)
+
+
+def test_a_subclass_may_have_a_parameter_or_a_module_in_place_of_a_setting():
+    assert dict(LearnsEpsilon(32).named_parameters()).keys() == {"weight", "eps"}
+    module = make(te.LayerNormMLP)
+    module.activation = torch.nn.GELU()
+    assert module.activation is module._modules["activation"]
+    del module.eps
+    assert not hasattr(module, "eps")
+
+
+def test_replicas_have_settings_of_their_own():
+    layer, x = build(), batch()
+    with torch.no_grad():
+        expected = layer(x)
+        mlp = layer.layernorm_mlp
+        replica = mlp._replicate_for_data_parallel()
+        replica._parameters.update(mlp._parameters)
+        replica.eps = 1.0
+        assert not torch.equal(replica(x)[0], mlp(x)[0])
+        assert torch.equal(layer(x), expected)
+    assert mlp.eps != 1.0

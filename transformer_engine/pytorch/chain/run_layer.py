@@ -75,7 +75,7 @@ def run_layer(
                 return result
         return layer.data_flow(EAGER, values, *groups)
     except Outdated:
-        del layer._fused[key]
+        layer._fused.pop(key, None)  # another thread may have done so
         return run_layer(layer, names, values, *groups)
     except (TypeError, ValueError):
         _check_values(layer, names, values)

@@ -98,6 +98,13 @@ class TransformerEngineBaseModule(
             self.drop_plans()
             fp8_weights.rename(self, name)
 
+    def rebuild_chain(self) -> None:
+        """See `BuildsChain`; parameters tell trainers of `sequence_parallel`."""
+        before = self.ranks.sequence
+        super().rebuild_chain()
+        if self.ranks.sequence != before:
+            self._parameter_set.mark(self, "sequence_parallel", self.ranks.sequence)
+
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """The parameters of the chain; and the last bias of the module, for `return_bias`."""
         raise NotImplementedError
@@ -215,7 +222,7 @@ class TransformerEngineBaseModule(
         # Types of parameters: a weight in FP8 may be replaced by a plain one.
         key = (scope.number, x.dtype, autocast, needs, x.device, *how, *map(type, parameters))
         found = self._plans.get(key)
-        if found is None:
+        if found is None or found.chain is not self.chain:
             found = self._make_plan(x, parameters, needs, autocast, first_microbatch)
             if in_first_forward:
                 found.requires_grad, found.in_first_forward = False, True

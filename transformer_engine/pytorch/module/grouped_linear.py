@@ -195,6 +195,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def rebuild_chain(self) -> None:
         """Give the parts, which have the chains, the setting of the whole."""
+        self.ranks.sequence = self.sequence_parallel
         for part in self._parts:
             part.sequence_parallel = self.sequence_parallel
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.module.settings import setting
@@ -32,13 +33,14 @@ class L2Normalization(SingleStageModule):
     eps: float = setting()
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
         self.hidden_size = hidden_size
         self.eps = eps
-        super().__init__(self._make_stage())
+        self.chain = self._build_chain()
         self._gammas: dict[torch.device, torch.Tensor] = {}
 
-    def _make_stage(self) -> Norm:
-        return Norm("RMSNorm", self.eps / self.hidden_size, zero_centered=False)
+    def _build_chain(self) -> Chain:
+        return Chain.of(Norm("RMSNorm", self.eps / self.hidden_size, zero_centered=False))
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise `(..., hidden_size)` over the last axis; shape and dtype stay."""

@@ -146,6 +146,8 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         self.eps = eps
         self.normalization = check_normalization(normalization, "LayerNormMLP")
         self.activation, self._activation_params = activation, activation_params
+        if isinstance(activation_params, Mapping):
+            self._activation_params = dict(activation_params)
         self.zero_centered_gamma = zero_centered_gamma
         self.use_bias = bias
         self.return_bias = return_bias

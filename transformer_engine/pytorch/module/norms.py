@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
@@ -133,10 +134,11 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
     ) -> None:
         _check_others(type(self), others)
         check_name(name, type(self).__name__)
+        super().__init__()
         self.name = name or type(self).__name__
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
-        super().__init__(self._make_stage())
+        self.chain = self._build_chain()
         self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
         check_sizes(self.kind, self.name, hidden_size=self.hidden_size)
         self._parameter_set = ParameterSet(None)
@@ -144,8 +146,8 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
         self._names = names_in(specs, "weight", "bias")
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
 
-    def _make_stage(self) -> Norm:
-        return Norm(self.kind, self.eps, self.zero_centered_gamma)
+    def _build_chain(self) -> Chain:
+        return Chain.of(Norm(self.kind, self.eps, self.zero_centered_gamma))
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise over the last axis; statistics in fp32.

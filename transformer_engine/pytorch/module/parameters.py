@@ -141,6 +141,13 @@ class ParameterSet:
         else:
             _registered(module, spec, parameter)
 
+    def mark(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of the parameters whose specs have it."""
+        for spec in self._specs:
+            if name in spec.attributes:
+                spec.attributes[name] = value
+                setattr(module._parameters[spec.name], name, value)
+
     def start_as(self, inits: Mapping[str, InitMethod]) -> None:
         """Replace the initialisation of parameters, by name, from the next `reset` on."""
         self._specs = [replace(spec, init=inits.get(spec.name, spec.init)) for spec in self._specs]

@@ -31,7 +31,7 @@ class BuildsChain:
         if before is not None:  # else the constructor runs
             self.chain = self._build_chain()
             self.chain.take_over(before)
-            self.drop_plans()
+            self._plans = PlanCache()  # copies of the module may share the one before
 
     def drop_plans(self) -> None:
         """Drop all plans and recordings, because something that they point to has changed.
@@ -43,7 +43,7 @@ class BuildsChain:
 
 
 class _Setting:
-    """Has no `__get__`: the module has the value under the same name, as any other attribute."""
+    """The module has the value in its dict, as any other attribute."""
 
     def __init__(self, checked: Callable[[Any, Any], Any] | None) -> None:
         self._checked = checked
@@ -51,6 +51,17 @@ class _Setting:
 
     def __set_name__(self, owner: type[nn.Module], name: str) -> None:
         self._name = name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return self
+        try:
+            return module.__dict__[self._name]
+        except KeyError:  # torch then looks among parameters and modules
+            raise AttributeError(self._name) from None
+
+    def __delete__(self, module: Any) -> None:
+        del module.__dict__[self._name]
 
     def __set__(self, module: Any, value: Any) -> None:
         own, name = module.__dict__, self._name

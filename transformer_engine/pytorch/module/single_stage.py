@@ -9,37 +9,27 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import refuse_scripting
-from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
 from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache
-from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.module.settings import BuildsChain
 
 
 class SingleStageModule(BuildsChain, nn.Module):
-    """A chain of one stage, with its plans. Those with settings define `_make_stage`."""
+    """A chain of one stage, with its plans."""
 
     __prepare_scriptable__ = refuse_scripting
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.chain = Chain.of(stage)
         self._plans = PlanCache()
-
-    def _make_stage(self) -> Stage:
-        """The stage for the current settings."""
-        raise NotImplementedError
-
-    def _build_chain(self) -> Chain:
-        return Chain.of(self._make_stage())
 
     def plan_for(self, dtype: torch.dtype, needs: tuple[bool, ...]) -> CallPlan:
         """The plan of calls with results of this dtype; `needs` as in `CallPlan`."""
         if torch.compiler.is_compiling():
             return self.chain.prepare(CallPlan(dtype, needs))
         found = self._plans.get((dtype, needs))
-        if found is None:
+        if found is None or found.chain is not self.chain:
             found = self._plans[dtype, needs] = self.chain.prepare(CallPlan(dtype, needs))
         return found
 
