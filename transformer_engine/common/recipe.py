@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -49,13 +50,12 @@ class _Checked:
     """Base of what is written out in scripts: values of other types than the fields' are errors."""
 
     def _check_types(self) -> None:
-        for one in fields(self):
-            types, expected = _TYPES.get(str(one.type), (object, ""))
-            value = getattr(self, one.name)
-            if types is bool and str(getattr(value, "dtype", "")) == "bool":  # numpy.bool_
-                object.__setattr__(self, one.name, bool(value))
+        for name, types, expected in _checked_fields(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if types is bool and type(value) is not bool and value in (True, False, None):
+                object.__setattr__(self, name, bool(value))  # what scripts have for these
             else:
-                self._expect(one.name, isinstance(value, types), expected)
+                self._expect(name, isinstance(value, types), expected)
 
     def _expect(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
@@ -93,6 +93,15 @@ _TYPES: dict[str, tuple[type, str]] = {
     "MMParams": (MMParams, "an MMParams, such as MMParams()"),
     "QParams": (QParams, "a QParams, such as QParams()"),
 }
+
+
+@cache
+def _checked_fields(kind: Any) -> list[tuple[str, type, str]]:
+    """Names, types and what is expected of the fields of a class, without those of users."""
+    own = [vars(base) for base in kind.__mro__ if base.__module__ == __name__]
+    names = {name for base in own for name in base.get("__annotations__", ())}
+    checked = [one for one in fields(kind) if one.name in names and one.type in _TYPES]
+    return [(one.name, *_TYPES[str(one.type)]) for one in checked]
 
 
 def _tolerant(recipe: T) -> T:
@@ -193,7 +202,7 @@ class DelayedScaling(Recipe):
         format, algorithm = self.fp8_format, self.amax_compute_algo
         margins = range(-_LARGEST_MARGIN, _LARGEST_MARGIN + 1)
         self._take_int("margin", margins, f"an int within +-{_LARGEST_MARGIN}")
-        self._take_int("interval", range(1, sys.maxsize), "an int >= 1")
+        self._expect("interval", isinstance(self.interval, int | None), "an int")
         self._expect("fp8_format", isinstance(format, Format), "a Format, such as Format.HYBRID")
         trains = "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)"
         self._expect("fp8_format", format is not Format.E5M2, trains)

@@ -98,19 +98,24 @@ def test_bad_values_are_refused_at_construction(arguments: dict, message: str) -
     [
         (DelayedScaling, {"reduce_amax": "False"}, "reduce_amax to be True or False, got 'False'"),
         (DelayedScaling, {"fp8_dpa": "no"}, "fp8_dpa to be True or False"),
-        (DelayedScaling, {"interval": Format.E4M3}, "interval to be an int >= 1, got <Format.E4M3"),
-        (Float8CurrentScaling, {"use_power_2_scales": 1}, "use_power_2_scales to be True or False"),
+        (DelayedScaling, {"interval": Format.E4M3}, "interval to be an int, got <Format.E4M3"),
+        (Float8CurrentScaling, {"use_power_2_scales": 2}, "use_power_2_scales to be True or False"),
         (Float8CurrentScaling, {"fp8_quant_fwd_inp": True}, "fp8_quant_fwd_inp to be a QParams"),
         (Float8BlockScaling, {"fp8_gemm_fprop": False}, "fp8_gemm_fprop to be an MMParams"),
         (Float8BlockScaling, {"use_f32_scales": "no"}, "use_f32_scales to be True or False"),
         (QParams, {"power_2_scale": "no"}, "power_2_scale to be True or False"),
         (QParams, {"amax_epsilon": "1e-3"}, "amax_epsilon to be a number"),
-        (MMParams, {"use_split_accumulator": None}, "use_split_accumulator to be True or False"),
+        (MMParams, {"use_split_accumulator": ""}, "use_split_accumulator to be True or False"),
     ],
 )
 def test_fields_of_other_types_are_refused(kind: type, arguments: dict, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] expected {expected}"):
         kind(**arguments)
+
+
+def test_what_scripts_have_for_flags_is_taken() -> None:
+    assert DelayedScaling(interval=-1, fp8_dpa=0, fp8_mha=None) == DelayedScaling(interval=-1)
+    assert MMParams(use_split_accumulator=1) == MMParams(use_split_accumulator=np.True_)
 
 
 def test_flags_of_autocasts_are_no_words() -> None:

@@ -1,6 +1,7 @@
 """Weights that are written together, and slices of weights, which share their codes."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -240,3 +241,44 @@ def test_other_slices_are_values(device: str) -> None:
     with torch.no_grad():
         for piece in (weight[:, 2:4], weight[::2], weight.t()[3], blocks[2:4], blocks[0]):
             assert type(piece) is torch.Tensor
+
+
+@pytest.mark.parametrize("cut", ["w[:16]", "w[16:]", "w[3]", "w.view(-1)[32:64]"])
+def test_slices_are_read_in_compiled_code(cut: str, device: str) -> None:
+    torch._dynamo.reset()
+    part = eval(cut, {"w": a_weight(device).detach()})
+    compiled = torch.compile(lambda w: (w * 2 + 1).sum(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(part), (part.dequantize() * 2 + 1).sum())
+
+
+def test_slices_that_are_saved_share_nothing_afterwards(device: str) -> None:
+    weight = a_weight(device).detach()
+    loaded, part = pickle.loads(pickle.dumps([weight, weight[:16]]))
+    assert_bitwise(part.dequantize(), weight[:16].dequantize())
+    part.mul_(100)
+    assert_bitwise(loaded.dequantize(), weight.dequantize())
+
+
+def test_infinities_in_a_slice_leave_other_values(device: str) -> None:
+    weight = a_weight(device).detach()
+    before = weight.dequantize()[16:].clone()
+    weight[:16].fill_(float("inf"))
+    assert_bitwise(weight.dequantize()[16:], before)
+
+
+def test_a_view_that_takes_other_values_over_knows_when_they_are_written(device: str) -> None:
+    view, other = (a_weight(device).detach() for _ in range(2))
+    view = view.view(view.shape)
+    view.data = other
+    view.transposed_codes()
+    other.copy_(torch.randn(other.shape, device=device))
+    assert_bitwise(view.transposed_codes(), other._data.t())
+
+
+def test_views_of_pieces_wait_for_the_ranks_as_pieces_do(device: str) -> None:
+    weight = a_weight(device).detach()
+    piece = weight.split(16)[0]
+    room = weight.new_zeros(piece.shape).copy_(piece)
+    for part in (room, room.view(-1)):
+        with pytest.raises(RuntimeError, match="expected the first forward or load_state_dict"):
+            part.mul_(2)

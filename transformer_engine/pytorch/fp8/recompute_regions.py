@@ -13,6 +13,8 @@ which one it is. Then it must open `activation_recompute_forward` in both forwar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -127,9 +129,9 @@ class UnknownRegion(RecomputeRegion):
         regions: the most probable one first.
     """
 
-    def __init__(self, regions: list[RecomputeRegion]) -> None:
+    def __init__(self, regions: Iterable[RecomputeRegion]) -> None:
         super().__init__(foreign=True)
-        self._regions = regions
+        self._regions = iter(regions)
         self._own: RecomputeRegion | None = None
 
     def has_calls_of(self, module: Any) -> bool:
@@ -209,11 +211,10 @@ def announced_region() -> RecomputeRegion | None:
     if graph_task() == -1:
         return None
     checkpoints = [*process_state().checkpoints.items()]
-    regions = [region for owner, region in reversed(checkpoints) if node_will_run(owner)]
+    regions = (region for owner, region in reversed(checkpoints) if node_will_run(owner))
     running = getattr(running_node(), _KEY, None)  # which comes again in its own backward
-    if regions and running is not None:
-        regions.insert(0, running)
-    return UnknownRegion(regions) if regions else None
+    first = next(regions, None) if running is None else running
+    return None if first is None else UnknownRegion(chain([first], regions))
 
 
 def attach_region(region: RecomputeRegion) -> None:

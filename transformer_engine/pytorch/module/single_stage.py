@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import refuse_scripting
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
 from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache
+from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.module.settings import BuildsChain
 
 
@@ -20,9 +22,11 @@ class SingleStageModule(BuildsChain, nn.Module):
 
     __prepare_scriptable__ = refuse_scripting
 
-    def __init__(self) -> None:
+    def __init__(self, stage: Stage | None = None) -> None:
         super().__init__()
         self._plans = PlanCache()
+        if stage is not None:  # else it is built from settings
+            self.chain = Chain.of(stage)
 
     def plan_for(self, dtype: torch.dtype, needs: tuple[bool, ...]) -> CallPlan:
         """The plan of calls with results of this dtype; `needs` as in `CallPlan`."""

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import torch
 
-from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.stages import Activation
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
 from transformer_engine.pytorch.kernels.activation import (
@@ -42,8 +41,7 @@ class _Activation(SingleStageModule, FusibleOperation):
         self._build(DEFAULT_PARAMETERS, cache_quantized_input)
 
     def _build(self, numbers: ActivationParameters, cache_quantized_input: bool) -> None:
-        super().__init__()
-        self.chain = Chain.of(Activation(activation_kind(self.kind), numbers))
+        super().__init__(Activation(activation_kind(self.kind), numbers))
         _refuse_cache(self, cache_quantized_input)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.parallel.meeting import group_or_world_size
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import is_cast_of
-from transformer_engine.pytorch.tensor.writing import is_in_weight, write
+from transformer_engine.pytorch.tensor.writing import codes_around, is_in_weight, write
 
 
 class Part(NamedTuple):
@@ -38,7 +38,7 @@ def part_of(parameter: torch.Tensor) -> Part:
     """
     local = local_part(parameter)
     piece = piece_of(parameter) if isinstance(local, QuantizedTensor) else None
-    if piece is not None and is_in_weight(piece) and group_or_world_size(None) > 1:
+    if piece is not None and _is_slice(piece) and group_or_world_size(None) > 1:
         raise NotImplementedError(
             f"[FusedAdam] expected FP8 weights as a whole where there are several processes, got a"
             f" slice of {piece.label}: all slices have one scale, which no process would tell the"
@@ -46,6 +46,11 @@ def part_of(parameter: torch.Tensor) -> Part:
             " other than delayed scaling"
         )
     return Part(parameter, local, piece)
+
+
+def _is_slice(piece: QuantizedTensor) -> bool:
+    """Whether it has codes of a weight; one of all codes is a slice if it is flat."""
+    return codes_around(piece) is not None or (piece.ndim == 1 and is_in_weight(piece))
 
 
 def local_gradient(part: Part, gradient: Any) -> torch.Tensor:

@@ -125,7 +125,7 @@ class Float8Tensor(ShardableTensor):
         data, scale_inv = parts
         assert data is not None and scale_inv is not None
         self._data, self._scale_inv = data, scale_pair(scale_inv)
-        self._transpose = None
+        self._transpose = self._whole = None
 
     def drop_transpose(self) -> None:
         """Forget the transposed codes."""

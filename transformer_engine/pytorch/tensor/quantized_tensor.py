@@ -258,7 +258,8 @@ class QuantizedTensor(WithoutStorage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            copy = self.mapped(torch.clone) if codes_around(self) is None else alone(self)
+            parts = self.parts if codes_around(self) is None else alone(self).parts
+            copy = self.with_parts([None if part is None else part.clone() for part in parts])
             if isinstance(self, nn.Parameter):
                 copy = nn.Parameter(copy)
             own = attributes_beside(self, copy)
@@ -275,7 +276,8 @@ class QuantizedTensor(WithoutStorage):
         plain = self.detach() if needs_grad is None else nn.Parameter(self.detach())
         own = attributes_beside(self, plain)
         saved = {name: own[name] for name in own if name not in InitialValue.METHODS}
-        arguments = (type(self), self.shape, self.parts, facts, needs_grad)
+        parts = self.parts if codes_around(self) is None else alone(self).parts
+        arguments = (type(self), self.shape, parts, facts, needs_grad)
         return _rebuild, (*arguments, saved) if saved else arguments
 
     __torch_function__ = no_torch_function

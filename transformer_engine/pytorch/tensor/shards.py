@@ -66,11 +66,10 @@ def alias_of(x: QuantizedTensor) -> QuantizedTensor:
 def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
     """The codes of the weight that slices are written with; None where they are values.
 
-    Slices share codes of weights with one scale that this process has as a whole; but not where a
-    compiler traces, which makes new codes of what an operation writes.
+    Slices share codes of weights with one scale that this process has as a whole.
     """
     codes, whole = x.parts[0], codes_around(x)
-    if not takes_amax(x) or type(codes) is not torch.Tensor or not codes.is_contiguous():
+    if codes is None or not takes_amax(x) or not codes.is_contiguous():
         return None
     if whole is None and ranks_of(x) is None:
         return x._whole if is_in_weight(x) else codes
@@ -134,10 +133,10 @@ def _slice(
 ) -> Any:
     if step != 1 or not x.ndim:
         return NotImplemented
-    begin, stop, _ = slice(start, end).indices(x.shape[dim])
-    found = _sliced(x, dim, lambda codes: codes[begin:stop])
+    found = _sliced(x, dim, lambda codes: codes[start:end])
     if found is not NotImplemented or ranks_of(x) is None or dim != 0 or x.ndim != 2:
         return found
+    begin, stop, _ = slice(start, end).indices(x.shape[dim])
     shorter = stop < x.shape[0]
     if begin or (shorter and layout_of(x._format).in_blocks):
         return NotImplemented

@@ -95,6 +95,8 @@ def is_in_weight(tensor: QuantizedTensor) -> bool:
     whole, ranks = tensor._whole, scale_ranks_of(tensor)
     if whole is None or (ranks is not None and ranks.groups):
         return False
+    if ranks is not None and ranks.groups is None and whole.numel() == tensor.numel():
+        return False  # a view of a piece that `fully_shard` has
     return same_storage(whole, tensor.parts[0])  # type: ignore[arg-type]
 
 
@@ -220,6 +222,7 @@ def _write_slice(
     quantizer: Any = tensor._quantizer
     scales = scale_pair(own)
     wanted = quantizer.scales_of([largest])[0][1:]
+    wanted = torch.where(largest.isfinite(), wanted, scales[1:])  # infinities saturate
     ratio = wanted * _ROUNDED / scales[1:]
     power_of_2 = ratio / (2 * torch.frexp(ratio).mantissa)
     scales = torch.cat([scales[:1] / power_of_2, scales[1:] * power_of_2])
