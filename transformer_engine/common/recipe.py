@@ -15,9 +15,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -49,8 +48,10 @@ class Format(Enum):
 class _Checked:
     """Base of what is written out in scripts: values of other types than the fields' are errors."""
 
+    _typed: ClassVar[list[tuple[str, type, str]]] = []  # fields, types, and what is expected
+
     def _check_types(self) -> None:
-        for name, types, expected in _checked_fields(type(self)):  # type: ignore[arg-type]
+        for name, types, expected in self._typed:
             value = getattr(self, name)
             if types is bool and type(value) is not bool and value in (True, False, None):
                 object.__setattr__(self, name, bool(value))  # what scripts have for these
@@ -84,24 +85,6 @@ class QParams(_Checked):
 
     def __post_init__(self) -> None:
         self._check_types()
-
-
-# By annotation: the types of values, and how messages name them.
-_TYPES: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"),
-    "float": (numbers.Real, "a number"),
-    "MMParams": (MMParams, "an MMParams, such as MMParams()"),
-    "QParams": (QParams, "a QParams, such as QParams()"),
-}
-
-
-@cache
-def _checked_fields(kind: Any) -> list[tuple[str, type, str]]:
-    """Names, types and what is expected of the fields of a class, without those of users."""
-    own = [vars(base) for base in kind.__mro__ if base.__module__ == __name__]
-    names = {name for base in own for name in base.get("__annotations__", ())}
-    checked = [one for one in fields(kind) if one.name in names and one.type in _TYPES]
-    return [(one.name, *_TYPES[str(one.type)]) for one in checked]
 
 
 def _tolerant(recipe: T) -> T:
@@ -344,6 +327,17 @@ class Float8BlockScaling(Recipe):
             self._expect(f"fp8_gemm_{gemm}.use_split_accumulator", split, "True")
         self._expect("fp8_dpa", not self.fp8_dpa, "False")
         self._expect("fp8_mha", not self.fp8_mha, "False")
+
+
+# By annotation: the types of values, and how messages name them.
+_TYPES: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),
+    "float": (numbers.Real, "a number"),
+    "MMParams": (MMParams, "an MMParams, such as MMParams()"),
+    "QParams": (QParams, "a QParams, such as QParams()"),
+}
+for _kind in (MMParams, QParams, DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+    _kind._typed = [(f.name, *_TYPES[str(f.type)]) for f in fields(_kind) if f.type in _TYPES]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -247,8 +247,8 @@ def test_other_slices_are_values(device: str) -> None:
 def test_slices_are_read_in_compiled_code(cut: str, device: str) -> None:
     torch._dynamo.reset()
     part = eval(cut, {"w": a_weight(device).detach()})
-    compiled = torch.compile(lambda w: (w * 2 + 1).sum(), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(part), (part.dequantize() * 2 + 1).sum())
+    compiled = torch.compile(lambda w: torch.sum(w, -1), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(part), part.dequantize().sum(-1))
 
 
 def test_slices_that_are_saved_share_nothing_afterwards(device: str) -> None:
