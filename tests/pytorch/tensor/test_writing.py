@@ -243,6 +243,7 @@ def test_other_slices_are_values(device: str) -> None:
             assert type(piece) is torch.Tensor
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 traces no tensors in FP8")
 @pytest.mark.parametrize("cut", ["w[:16]", "w[16:]", "w[3]", "w.view(-1)[32:64]"])
 def test_slices_are_read_in_compiled_code(cut: str, device: str) -> None:
     torch._dynamo.reset()
