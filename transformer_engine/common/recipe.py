@@ -50,7 +50,7 @@ class _Checked:
 
     _typed: ClassVar[list[tuple[str, type, str]]] = []  # fields, types, and what is expected
 
-    def _check_types(self) -> None:
+    def __post_init__(self) -> None:
         for name, types, expected in self._typed:
             value = getattr(self, name)
             if types is bool and type(value) is not bool and value in (True, False, None):
@@ -72,9 +72,6 @@ class MMParams(_Checked):
 
     use_split_accumulator: bool = True
 
-    def __post_init__(self) -> None:
-        self._check_types()
-
 
 @dataclass(frozen=True)
 class QParams(_Checked):
@@ -82,9 +79,6 @@ class QParams(_Checked):
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._check_types()
 
 
 def _tolerant(recipe: T) -> T:
@@ -181,7 +175,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
+        super().__post_init__()
         format, algorithm = self.fp8_format, self.amax_compute_algo
         margins = range(-_LARGEST_MARGIN, _LARGEST_MARGIN + 1)
         self._take_int("margin", margins, f"an int within +-{_LARGEST_MARGIN}")
@@ -253,7 +247,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
+        super().__post_init__()
         known = self.fp8_format in (Format.HYBRID, Format.E4M3)
         self._expect("fp8_format", known, "Format.HYBRID or Format.E4M3")
 
@@ -309,7 +303,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
+        super().__post_init__()
         self._expect("fp8_format", self.fp8_format is Format.E4M3, "Format.E4M3")
         wide = []
         for kind in ("x", "w", "grad"):
