@@ -176,6 +176,7 @@ def test_copies_of_slices_are_tensors_of_their_own(device: str) -> None:
     other = a_weight(device)
     other.data = torch.cat([piece.detach().float()] * 3)
     twins = [piece.clone(), copy.deepcopy(piece), other.detach()[:16].clone()]
+    twins.append(copy.deepcopy(weight.detach().chunk(3)[0]))
     for twin in twins:
         with torch.no_grad():
             twin.mul_(1000)

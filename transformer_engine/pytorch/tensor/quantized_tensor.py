@@ -258,8 +258,12 @@ class QuantizedTensor(WithoutStorage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            parts = self.parts if codes_around(self) is None else alone(self).parts
-            copy = self.with_parts([None if part is None else part.clone() for part in parts])
+            copy: Any
+            if codes_around(self) is not None:
+                copy = alone(self)
+            else:
+                parts = [None if part is None else part.clone() for part in self.parts]
+                copy = self.with_parts(parts)
             if isinstance(self, nn.Parameter):
                 copy = nn.Parameter(copy)
             own = attributes_beside(self, copy)

@@ -136,7 +136,7 @@ def _slice(
     found = _sliced(x, dim, lambda codes: codes[start:end])
     if found is not NotImplemented or ranks_of(x) is None or dim != 0 or x.ndim != 2:
         return found
-    begin, stop, _ = slice(start, end).indices(x.shape[dim])
+    begin, stop, _ = slice(start, end).indices(x.shape[0])
     shorter = stop < x.shape[0]
     if begin or (shorter and layout_of(x._format).in_blocks):
         return NotImplemented
