@@ -64,7 +64,7 @@ class DumpTensors(Scheduled):
         self._written: dict[tuple[str, str], int] = {}
         self._names: dict[str, list[tuple[str, str]]] = {}
         self._iteration = -1
-        self._warned = False
+        self._warned: set[str] = set()
 
     @api_method
     def inspect_tensor(
@@ -91,7 +91,8 @@ class DumpTensors(Scheduled):
         key = f"DumpTensors {layer_name} {tensor_name}"
         if not found:
             if not (config.get("high_precision_tensor") or config.get("quantized_tensor")):
-                self._warn("expected high_precision_tensor or quantized_tensor: nothing is written")
+                problem = "expected high_precision_tensor or quantized_tensor:"
+                self._warn(problem, "nothing is written")
             manager.log_message(
                 f"Feature=DumpTensors, API=inspect_tensor: Nothing to dump for {tensor_name}",
                 layer_name,
@@ -138,15 +139,15 @@ class DumpTensors(Scheduled):
         except (OSError, RuntimeError) as error:  # a full disk must not end a training run
             with suppress(OSError):
                 unfinished.unlink()
-            self._warn(f"could not write {path}: {error}")
+            self._warn("could not write", f"{path}: {error}")
             return False
         return True
 
-    def _warn(self, text: str) -> None:
-        """Warn once in a session."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"[DumpTensors] {text}", stacklevel=3)
+    def _warn(self, problem: str, details: str) -> None:
+        """Warn of each problem once in a session."""
+        if problem not in self._warned:
+            self._warned.add(problem)
+            warnings.warn(f"[DumpTensors] {problem} {details}", stacklevel=3)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
