@@ -209,6 +209,22 @@ def test_values_that_cannot_be_change_nothing():
         inside.return_layernorm_output = True
 
 
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_output_of_the_norm_of_attention(attention_type):
+    x = torch.randn(8, 2, 32)
+    options = {"attention_type": attention_type, "attention_dropout": 0.0}
+    options |= {"input_layernorm": True, "attn_mask_type": "no_mask", "device": "cpu"}
+    torch.manual_seed(0)
+    expected = te.MultiheadAttention(32, 4, return_layernorm_output=True, **options)
+    torch.manual_seed(0)
+    attention = te.MultiheadAttention(32, 4, **options)
+    arguments = (x, None, x) if attention_type == "cross" else (x,)
+    attention(*arguments)
+    norm = "layernorm_qkv" if attention_type == "self" else "layernorm_query"
+    getattr(attention, norm).return_layernorm_output = True
+    assert_same(attention(*arguments), expected(*arguments))
+
+
 def test_is_that_of_a_remade_layer():
     layer, x = build(), batch()
     layer.self_attention.layernorm_qkv.eps = 10.0

@@ -157,7 +157,6 @@ class MultiheadAttention(FlowModule):
         self.qkv_format = qkv_format
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
-        self.has_tap = (return_layernorm_output or return_input) and input_layernorm
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
         ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
@@ -396,7 +395,7 @@ class MultiheadAttention(FlowModule):
             query, key = self._normalize(flow, modules, query, key)
         context = flow.call(modules["core_attention"], query, key, value, mask, **core)
         out = flow.call(modules["proj"], context, microbatch)
-        if not self.has_tap:
+        if not tap:
             return out
         return (*out, *tap) if self.return_bias else (out, *tap)
 
@@ -408,7 +407,7 @@ class MultiheadAttention(FlowModule):
         normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
         module: Any = modules[normed if self.input_layernorm else plain]
         out = flow.call(module, values[0], microbatch)
-        out, *tap = out if self.has_tap else (out,)
+        out, *tap = out if isinstance(out, tuple) else (out,)
         if own:
             if rotary:
                 out = flow.run(self._rotation.of_projection, out, *rotary[:2], rotary[4])
