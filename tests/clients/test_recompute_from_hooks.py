@@ -134,6 +134,24 @@ def test_equal_to_a_run_without(recipe: str, in_flight: int, device: str) -> Non
     assert_equal(*[trained(recipe, w, device, in_flight) for w in (without_output, plain)])
 
 
+def test_of_a_layer_in_high_precision_before_one_in_fp8() -> None:
+    found = []
+    for wrap in (without_output, plain):
+        torch.manual_seed(0)
+        layers = [te.Linear(32, 32, device="cpu") for _ in range(2)]
+
+        def both(x: torch.Tensor, layers: list[nn.Module] = layers) -> torch.Tensor:
+            with te.fp8_autocast(enabled=False):
+                x = layers[0](x)
+            return layers[1](x)
+
+        with te.fp8_autocast():
+            out = wrap(both, torch.randn(16, 32).requires_grad_())
+        out.square().sum().backward()
+        found.append([layer.weight.grad for layer in layers])
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("in_flight", [1, 3, 4])
 def test_a_layer_of_two_checkpoints(recipe: str, in_flight: int) -> None:

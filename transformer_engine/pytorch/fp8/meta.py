@@ -120,7 +120,7 @@ class Fp8Meta(Mapping[str, Any]):
 def _scope_of(module: ScaledModule) -> Scope:
     """The open autocast scope; else that of the newest plan in FP8, if there is one."""
     stack = autocast_stack()
-    if stack.scope.enabled or stack.scope.calibrating:
+    if stack.scope.active:
         return stack.scope
     last = last_scope(module)
     if last is not None:

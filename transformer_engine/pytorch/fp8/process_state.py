@@ -30,6 +30,11 @@ class Scope:
     number: int = field(default=0, compare=False)
     key: int = field(default=-1, compare=False)
 
+    @property
+    def active(self) -> bool:
+        """Whether calls in it are in FP8 or calibrate."""
+        return self.enabled or self.calibrating
+
     def leaves_amaxes(self, recording: bool) -> bool:
         """Whether a call in it leaves amaxes; `recording`: autograd records the call."""
         return recording if self.enabled else self.calibrating

@@ -28,7 +28,7 @@ from transformer_engine.pytorch._torch_private import (
     running_node,
     top_hooks,
 )
-from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.process_state import OUTSIDE, process_state
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.plan import CallPlan
@@ -45,12 +45,12 @@ class Call(NamedTuple):
         scope: the autocast scope of the call.
         scales: under delayed scaling a copy of the scales, fp32 `[3 * gemms]`; else None.
         step: the autocast step that ends with the module's backward, or None.
-        plan: of the call; None for attention, which makes no plan here.
+        plan: of the call; None in high precision, and for attention, which makes no plan here.
     """
 
     scope: Scope
-    scales: torch.Tensor | None
-    step: Step | None
+    scales: torch.Tensor | None = None
+    step: Step | None = None
     plan: CallPlan | None = None
 
 
@@ -89,6 +89,8 @@ class RecomputeRegion:
     def next_call(self, module: Any) -> Call:
         """The call of the first forward that the module now recomputes.
 
+        Calls in high precision are not recorded before any in FP8 is.
+
         Raises:
             RuntimeError: the region calls the module more often than in the first forward.
         """
@@ -97,7 +99,9 @@ class RecomputeRegion:
             self.restart()
         self._task = task
         index = self._next.get(module, 0)
-        calls = self._calls[module]
+        calls = self._calls.get(module)
+        if calls is None:
+            return Call(OUTSIDE)
         if index >= len(calls):
             raise RuntimeError(
                 f"[checkpoint] expected {len(calls)} call(s) of layer {module.name} when the "
@@ -131,7 +135,7 @@ class UnknownRegion(RecomputeRegion):
 
     def __init__(self, regions: Iterable[RecomputeRegion]) -> None:
         super().__init__(foreign=True)
-        self._regions = iter(regions)
+        self._regions = tuple(regions)
         self._own: RecomputeRegion | None = None
 
     def has_calls_of(self, module: Any) -> bool:
@@ -142,8 +146,8 @@ class UnknownRegion(RecomputeRegion):
 
     def next_call(self, module: Any) -> Call:
         """The call of the first forward that the module now recomputes."""
-        assert self._own is not None
-        return self._own.next_call(module)
+        own = self._own if self.has_calls_of(module) else None
+        return Call(OUTSIDE) if own is None else own.next_call(module)
 
 
 class RecomputeContext(NamedTuple):
@@ -160,6 +164,11 @@ class RecomputeContext(NamedTuple):
     open_regions: tuple[RecomputeRegion, ...]
     in_first_forward: bool
     separate_tensors: bool
+
+    def record_call(self, module: Any, call: Call) -> None:
+        """Add a call of the first forward to the regions that it is in."""
+        for region in self.open_regions:
+            region.record_call(module, call)
 
 
 def recompute_context(
@@ -233,8 +242,7 @@ def in_first_forward() -> bool:
 def may_recompute(stack: AutocastStack) -> bool:
     """Whether a call in this scope may be in a recompute region: first forward or recompute."""
     state = process_state()
-    if (stack.scope.number or state.inspector is not None) and (
-        top_hooks(True) is not None or not forward_grad_enabled()
-    ):
+    counts = stack.scope.number or state.has_regions or state.inspector is not None
+    if counts and (top_hooks(True) is not None or not forward_grad_enabled()):
         return True
     return state.has_regions and graph_task() != -1

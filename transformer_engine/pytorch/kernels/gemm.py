@@ -174,9 +174,9 @@ def _define(
     with _without_autocast(d.device.type):
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
         if accumulate:
-            value += d.view(value.shape)
+            value = value + d.view(value.shape)  # a selective checkpoint may have saved `value`
         if bias is not None:
-            value += bias
+            value = value + bias
         d.copy_(value.view(d.shape))
 
 
@@ -253,7 +253,7 @@ def _value(
             @ _matrix(b, b_scales, b_format, b_transposed).t()
         )
     if a_scales is not None and b_scales is not None and not layout_of(a_format).in_blocks:
-        value *= a_scales[0] * b_scales[0]
+        value = value * (a_scales[0] * b_scales[0])
     return value
 
 

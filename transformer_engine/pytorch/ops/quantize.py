@@ -8,7 +8,6 @@ import torch
 
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
-from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -77,7 +76,7 @@ class Quantize(ScaledModule, FusibleOperation):
         if not torch.compiler.is_compiling():
             return self.cast(x)
         scope = autocast_stack().scope
-        if not _casts_in(scope):
+        if not scope.active:
             return x
         from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
@@ -114,9 +113,9 @@ class Quantize(ScaledModule, FusibleOperation):
                 made = self._quantizers(x.device, counts)
                 return made if first is None else made.for_recompute(first.scales)
 
-            made = made_in_region(self, recording, _casts_in, make)
+            made = made_in_region(self, recording, lambda scope: scope.active, make)
             return None if made is None else _Casts(*made)
-        if not _casts_in(stack.scope):
+        if not stack.scope.active:
             return None
         quantizers = self._quantizers(x.device, recording)
         return _Casts(quantizers, self.take_backward_end() if recording else None)
@@ -132,10 +131,6 @@ class Quantize(ScaledModule, FusibleOperation):
     def extra_repr(self) -> str:
         """The settings."""
         return f"forward={self.casts_input}, backward={self.casts_gradient}"
-
-
-def _casts_in(scope: Scope) -> bool:
-    return scope.enabled or scope.calibrating
 
 
 class _Cast(torch.autograd.Function):

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
-from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.recompute_regions import (
     Call,
@@ -56,22 +57,18 @@ def plan_in_region(
         )
         return _first_plan(module, plan, where, stack.scope)
     assert where.recomputed is not None
-    if not where.recomputed.has_calls_of(module):  # the first forward was in high precision
-        with stack.resumed(OUTSIDE):
-            plan = module.plan_for(
-                x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
-            )
-            return plan, None
     call = where.recomputed.next_call(module)
     with stack.resumed(call.scope):
         plan = module.plan_for(
             x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
         )
+    if not call.scope.active:
+        where.record_call(module, call)
+        return plan, None
     counts = plan.requires_grad or plan.in_first_forward
     step = recompute_step(where.recomputed, call, counts)
     recompute_plan = _recompute_plan(module, plan, call)
-    for region in where.open_regions:
-        region.record_call(module, call._replace(step=step, plan=recompute_plan))
+    where.record_call(module, call._replace(step=step, plan=recompute_plan))
     return recompute_plan, step if plan.requires_grad else None
 
 
@@ -132,21 +129,21 @@ def made_in_region(
     where = recompute_context(stack.recomputed, stack.regions)
     counts = recording or where.in_first_forward
     region = where.recomputed
-    if graph_task() == -1 or not is_recompute(module, region):
-        if not casts(stack.scope):
-            return None
+    again = graph_task() != -1 and is_recompute(module, region)
+    first = region.next_call(module) if again and region is not None else None
+    scope = stack.scope if first is None else first.scope
+    if not casts(scope):
+        where.record_call(module, Call(scope))
+        return None
+    if first is None:
         made = make(counts, None)
         call = record_first_call(module, where, counts)
     else:
         assert region is not None
-        if not region.has_calls_of(module):  # it ran in high precision
-            return None
-        call = region.next_call(module)
-        with stack.resumed(call.scope):
-            made = make(counts, call)
-        call = call._replace(step=recompute_step(region, call, counts))
-    for record in where.open_regions:
-        record.record_call(module, call)
+        with stack.resumed(scope):
+            made = make(counts, first)
+        call = first._replace(step=recompute_step(region, first, counts))
+    where.record_call(module, call)
     return made, call.step if recording else None
 
 
@@ -161,12 +158,12 @@ def _first_plan(
     module: TransformerEngineBaseModule, plan: CallPlan, where: RecomputeContext, scope: Scope
 ) -> tuple[CallPlan, Step | None]:
     """The plan of a first forward; the regions around it record the call."""
-    if not (scope.enabled or scope.calibrating):
+    if not scope.active:
+        where.record_call(module, Call(scope))
         return plan, None
     call = record_first_call(module, where, plan.requires_grad or plan.in_first_forward)
     result = plan.copy()
-    for region in where.open_regions:
-        region.record_call(module, call._replace(plan=result))
+    where.record_call(module, call._replace(plan=result))
     if where.separate_tensors:
         result.recordings = None
     return result, call.step if plan.requires_grad else None
@@ -195,7 +192,8 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
         plan.recompute_plan = module.chain.prepare(recompute)
     elif call.scales is not None:
         assert recompute.recompute_scales is not None
-        recompute.recompute_scales.copy_(call.scales)
+        # No operation of torch, which a selective checkpoint would miss in the first forward.
+        _C.copy(call.scales, recompute.recompute_scales)
     result = recompute.copy()
     assert call.plan is not None
     if plan.requires_grad and call.plan.requires_grad and not call.plan.recorded:

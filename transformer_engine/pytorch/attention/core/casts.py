@@ -196,7 +196,8 @@ def casts_of(
     stack = autocast_stack()
     compiling = torch.compiler.is_compiling()
     in_backward = not compiling and process_state().has_regions and graph_task() != -1
-    if not (in_backward or asks(stack.scope, module.name)):
+    asked = asks(stack.scope, module.name)
+    if not (in_backward or asked or module.in_foreign_region):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     device = tensors[0].device
@@ -204,6 +205,8 @@ def casts_of(
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
     ):
         return _in_region(module, recording, device)
+    if not asked:
+        return None
     recomputed = checkpointed or stack.in_compiled_checkpoint
     casts = casts_in_scope(module, recording, device, recomputed=recomputed)
     return casts._replace(step=module.take_backward_end()) if recording else casts
@@ -212,7 +215,7 @@ def casts_of(
 def asks(scope: Scope, layer: str) -> bool:
     """Whether a scope asks for FP8 attention, or for its calibration; `layer` is for the error."""
     recipe: Any = scope.recipe
-    if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):
+    if not (scope.active and wants_fp8(recipe)):
         return False
     if not rules_of(recipe).fp8_attention:
         raise NotImplementedError(

@@ -1,0 +1,118 @@
+"""Layers whose calls in checkpoints are in FP8 and in high precision, and selective checkpoints."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import MODES, Wrap, uncheckpointed
+from precisions import RECIPES, scope
+from rulers import assert_equal
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+FP8 = [name for name in RECIPES if name != "high precision"]
+modes = pytest.mark.parametrize("wrap", MODES.values(), ids=MODES)
+
+
+def off() -> Any:
+    return te.fp8_autocast(enabled=False)
+
+
+def attention(layer: te.DotProductAttention, x: torch.Tensor) -> torch.Tensor:
+    return layer(x, x, x)
+
+
+def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
+
+
+@modes
+@pytest.mark.parametrize("precision", FP8)
+def test_high_precision_after_fp8(precision: str, wrap: Wrap, device: str) -> None:
+    """A training that ends in high precision."""
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.LayerNormMLP(32, 64, device=device)
+        x = torch.randn(16, 32, device=device, requires_grad=True)
+        found.append([])
+        for scopes in (scope(precision), off(), scope("high precision")):
+            with scopes:
+                out = run(layer, x)
+            out.square().sum().backward()
+            found[-1] += gradients(layer, x)
+    assert_equal(*found)
+
+
+@modes
+def test_attention_in_high_precision_after_fp8(wrap: Wrap) -> None:
+    recipe = DelayedScaling(fp8_dpa=True)
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.DotProductAttention(2, 16, attn_mask_type="no_mask")
+        x = torch.randn(8, 2, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        found.append([])
+        for enabled in (True, False):
+            with te.fp8_autocast(enabled=enabled, fp8_recipe=recipe):
+                out = run(partial(attention, layer), x)
+            out.sum().backward()
+            found[-1].append(x.grad.clone())
+    assert_equal(*found)
+
+
+@modes
+@pytest.mark.parametrize("precision", FP8)
+@pytest.mark.parametrize("first_in_fp8", [False, True])
+def test_both_in_one_checkpoint(
+    first_in_fp8: bool, precision: str, wrap: Wrap, device: str
+) -> None:
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.Linear(32, 32, device=device)
+
+        def twice(x: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
+            with scope(precision, enabled=first_in_fp8):
+                x = layer(x).tanh()
+            with scope(precision, enabled=not first_in_fp8):
+                return layer(x)
+
+        x = torch.randn(16, 32, device=device, requires_grad=True)
+        found.append([])
+        for _ in range(2):
+            run(twice, x).square().sum().backward()
+            found[-1] += gradients(layer, x)
+    assert_equal(*found)
+
+
+def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    saved = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_selective_checkpoint(precision: str) -> None:
+    """On a CPU a GEMM calls torch's, which the checkpoint saves."""
+    context = partial(create_selective_checkpoint_contexts, saves_products)
+    selective = partial(checkpoint, use_reentrant=False, context_fn=context)
+    found: list[list[torch.Tensor]] = []
+    for run in (selective, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
+        x = torch.randn(8, 2, 32, requires_grad=True)
+        found.append([])
+        for _ in range(3):
+            with scope(precision):
+                out = run(layer, x)
+            out.square().sum().backward()
+            found[-1] += gradients(layer, x)
+    assert_equal(*found)
