@@ -9,12 +9,13 @@ namespace te {
 
 // What all values of a step share.
 struct AdamStep {
-  float factor;                  // of gradients
-  float gradient_decay;          // added to the gradient, of the parameter; 0 where decoupled
-  float parameter_factor;        // 1 - rate * decay where decoupled, else 1
-  float mean_gain, square_gain;  // 1 - beta
-  float step_size;               // rate / (1 - beta1^step)
-  float square_scale;            // 1 / (1 - beta2^step)
+  float factor;                    // of gradients
+  float gradient_decay;            // added to the gradient, of the parameter; 0 where decoupled
+  float parameter_factor;          // 1 - rate * decay where decoupled, else 1
+  float mean_decay, square_decay;  // beta
+  float mean_gain, square_gain;    // 1 - beta
+  float step_size;                 // rate / (1 - beta1^step)
+  float square_scale;              // 1 / (1 - beta2^step)
   float epsilon;
 };
 
@@ -25,15 +26,15 @@ struct AdamValue {
 TE_HD AdamValue stepped(const AdamStep& s, AdamValue value, float gradient) {
   gradient = gradient * s.factor + s.gradient_decay * value.parameter;
   value.parameter *= s.parameter_factor;
-  value.mean += s.mean_gain * (gradient - value.mean);
-  value.square += s.square_gain * (gradient * gradient - value.square);
+  value.mean = s.mean_decay * value.mean + s.mean_gain * gradient;
+  value.square = s.square_decay * value.square + s.square_gain * (gradient * gradient);
   value.parameter -= s.step_size * value.mean / (sqrtf(value.square * s.square_scale) + s.epsilon);
   return value;
 }
 
 // What the host knows, and what it leaves on the device.
 struct AdamRules {
-  float log_beta1, log_beta2, mean_gain, square_gain, epsilon, decay;
+  float log_beta1, log_beta2, mean_decay, square_decay, mean_gain, square_gain, epsilon, decay;
   bool decoupled;
 
   TE_HD AdamStep at(float step, float rate, float factor) const {
@@ -41,6 +42,8 @@ struct AdamRules {
     s.factor = factor;
     s.gradient_decay = decoupled ? 0.0f : decay;
     s.parameter_factor = decoupled ? 1.0f - rate * decay : 1.0f;
+    s.mean_decay = mean_decay;
+    s.square_decay = square_decay;
     s.mean_gain = mean_gain;
     s.square_gain = square_gain;
     s.step_size = rate / -expm1f(step * log_beta1);
@@ -54,6 +57,8 @@ inline AdamRules adam_rules(double beta1, double beta2, double epsilon, double d
                             bool decoupled) {
   return {static_cast<float>(std::log(beta1)),
           static_cast<float>(std::log(beta2)),
+          static_cast<float>(beta1),
+          static_cast<float>(beta2),
           static_cast<float>(1.0 - beta1),
           static_cast<float>(1.0 - beta2),
           static_cast<float>(epsilon),

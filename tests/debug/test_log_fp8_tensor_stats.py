@@ -13,6 +13,7 @@ from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Recipe,
 )
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.tensor import (
@@ -84,14 +85,19 @@ def test_alias_and_columnwise(tmp_path: Path, device: str) -> None:
     assert found == pytest.approx(dict.fromkeys(stats, expected(x, q)["mse"]), rel=1e-6)
 
 
-def test_the_largest_element_under_current_scaling_does_not_overflow(
-    tmp_path: Path, device: str
+@pytest.mark.parametrize(
+    "recipe",
+    [Float8CurrentScaling(), Float8BlockScaling(use_f32_scales=True)],
+    ids=["current", "blocks"],
+)
+def test_the_element_that_a_scale_comes_from_does_not_overflow(
+    recipe: Recipe, tmp_path: Path, device: str
 ) -> None:
-    """Its scale comes from that element, through roundings."""
+    """The scale comes through roundings."""
     with debugging(tmp_path, fp8_stats(stats=["overflows%"])):
         layer = te.Linear(32, 16, device=device, name="fc1")
         for _ in range(40):
-            with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+            with te.fp8_autocast(fp8_recipe=recipe):
                 layer(torch.randn(16, 32, device=device))
             debug_api.step()
     found = logged(tmp_path)

@@ -127,6 +127,9 @@ def test_scores_and_balance(function: str, device: str) -> None:
     sums = scores.double().sum(0) * counts
     assert loss.item() == pytest.approx(0.1 * EXPERTS / (2 * TOKENS**2) * sums.sum().item())
     assert fused_moe_aux_loss(scores[:0], 0 * counts, 0, EXPERTS, 2, 0.1).item() == 0.0
+    many = (1 << 16, torch.tensor(1 << 16, dtype=torch.int32, device=device))
+    losses = [fused_moe_aux_loss(scores, counts, count, EXPERTS, 2, 0.1) for count in many]
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

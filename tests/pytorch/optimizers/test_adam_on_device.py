@@ -58,6 +58,19 @@ def test_fp32_parameters(adam_w_mode, betas, device):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_without_moments_of_earlier_steps(capturable, device):
+    """A small gradient behind a large one."""
+    parameter = nn.Parameter(torch.ones(2, device=device))
+    optimizer = FusedAdam([parameter], betas=(0.0, 0.0), capturable=capturable)
+    for gradient in (100.0, 1e-3):
+        parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    torch.testing.assert_close(state["exp_avg"], parameter.grad, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(state["exp_avg_sq"], parameter.grad**2, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masters", [True, False])
 def test_narrow_parameters_are_rounded_in_the_same_pass(dtype, masters, device):

@@ -280,6 +280,12 @@ def test_norms_of_lists(dtype, device):
     assert multi_tensor_applier(multi_tensor_l2norm, flag(device), [[]])[0].item() == 0.0
 
 
+def test_norm_of_a_large_tensor(device):
+    large = torch.full((1 << 22,), 0.1, device=device)
+    norm, _ = multi_tensor_applier(multi_tensor_l2norm, flag(device), [[large]])
+    torch.testing.assert_close(norm.item(), 0.1 * 2**11, rtol=1e-6, atol=0.0)
+
+
 def test_lists_of_several_lengths_are_refused():
     with pytest.raises(ValueError, match=r"expected lists of one length, got \[1, 0\]"):
         multi_tensor_applier(multi_tensor_scale, flag("cpu"), [[torch.ones(1)], []], 1.0)

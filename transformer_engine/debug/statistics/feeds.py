@@ -27,6 +27,7 @@ from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
+_ROUNDINGS = 1 + 2.0**-22  # of a scale, as in `overflow_limit` of csrc/core/moments.h
 MX = "mxfp8"  # never the recipe in use: its statistics are of a cast made for them alone
 Amax = Callable[[torch.Tensor], torch.Tensor]
 
@@ -140,7 +141,7 @@ class BlockCast:
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge the statistics of the cast into a casts row; fields as in `CastMoments`."""
         values = self.codes.contiguous().view(TORCH_FP8[self.element]).float()
-        largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses
+        largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses * _ROUNDINGS
         x = self.x.float()
         found = [
             row.new_full((), float(self.numel)),

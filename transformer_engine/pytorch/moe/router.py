@@ -167,7 +167,7 @@ def fused_moe_aux_loss(
     sums = probs.float().sum(dim=0) * tokens_per_expert.float()
     tokens: int | torch.Tensor
     if isinstance(total_num_tokens, torch.Tensor):
-        tokens = total_num_tokens.clamp(min=1)  # may be on a GPU
+        tokens = total_num_tokens.double().clamp(min=1)  # may be on a GPU
     else:
         tokens = max(1, total_num_tokens)
     factor = coeff * num_experts / (topk * tokens * tokens)

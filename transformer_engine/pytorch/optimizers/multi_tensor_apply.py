@@ -115,5 +115,6 @@ def multi_tensor_l2norm(
     if not tensors:
         return nothing.new_zeros(1), nothing
     with torch.no_grad():
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
-        return norms.norm().reshape(1), norms if per_tensor else nothing
+        # A CPU adds up values of fp32 one after the other, which loses 1 % of 20M.
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+        return norms.norm().float().reshape(1), norms.float() if per_tensor else nothing
