@@ -29,6 +29,7 @@ from transformer_engine.pytorch.layers.checks import (
     check_layer,
     check_mask,
 )
+from transformer_engine.pytorch.layers.decoder import arguments_of_decoder
 from transformer_engine.pytorch.layers.drop_path import DropPath
 from transformer_engine.pytorch.layers.residual import Residual
 from transformer_engine.pytorch.module.arguments import check_keywords
@@ -316,7 +317,8 @@ class TransformerLayer(FlowModule):
             enc_dec_bottom_right_diagonal: overrides the constructor's.
             sequences: `cu_seqlens_q`, `cu_seqlens_kv`, `cu_seqlens_q_padded`,
                 `cu_seqlens_kv_padded`, `max_seqlen_q`, `max_seqlen_kv` and `pad_between_seqs` of
-                `DotProductAttention.forward`.
+                `DotProductAttention.forward`. In a decoder those of `kv` are of `encoder_output`,
+                and cross-attention takes `enc_dec_attn_mask` instead where there is one.
 
         Returns:
             The shape and dtype of `hidden_states`; the dtype of `torch.autocast` where that is
@@ -349,7 +351,7 @@ class TransformerLayer(FlowModule):
         values: tuple[torch.Tensor, ...] = (hidden_states,)
         cross: dict[str, Any] = {}
         if self.layer_type == "decoder":
-            cross = self._cross_arguments(
+            core, cross = arguments_of_decoder(
                 core,
                 attention_mask=enc_dec_attn_mask,
                 attn_mask_type=self._cross_mask_type(enc_dec_attn_mask, enc_dec_attn_mask_type),
@@ -359,12 +361,6 @@ class TransformerLayer(FlowModule):
             if encoder_output is not None:
                 names, values = ("hidden_states", "encoder_output"), (hidden_states, encoder_output)
         return run_layer(self, names, values, core, cross)
-
-    @staticmethod
-    def _cross_arguments(core: dict[str, Any], **own: Any) -> dict[str, Any]:
-        """Arguments of cross-attention: those of self-attention but for masks."""
-        shared = {k: v for k, v in core.items() if k not in own}
-        return {**shared, **{name: x for name, x in own.items() if x is not None}}
 
     def flow_key(self) -> Hashable:
         """What `data_flow` depends on beside its arguments."""
