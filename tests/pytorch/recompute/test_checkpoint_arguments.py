@@ -193,3 +193,20 @@ def test_results_within_containers_have_gradients(reentrant: bool) -> None:
     alone = te.checkpoint(lambda x: {"y": layer(x)}, x, use_reentrant=reentrant)
     alone["y"].sum().backward()
     torch.testing.assert_close(layer.bias.grad, torch.full((32,), 7.0 * 16))
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormMLP])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_parameter_among_the_results(kind: type[nn.Module], use_reentrant: bool) -> None:
+    """The bias of `return_bias=True`."""
+    found = []
+    for wrap in (te.checkpoint, uncheckpointed):
+        torch.manual_seed(0)
+        layer = kind(32, 32, return_bias=True, device="cpu")
+        x = torch.randn(8, 32, requires_grad=True)
+        options = {"use_reentrant": use_reentrant} if wrap is te.checkpoint else {}
+        out, bias = wrap(layer, x, **options)
+        assert all(p.is_leaf for p in layer.parameters())
+        (out.square().sum() + bias.sum()).backward()
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert_equal(*found)

@@ -124,11 +124,18 @@ def checkpoint(
         args, kwargs = tree_unflatten(leaves, structure)
         results, structure_of_results = tree_flatten(run(*args, **kwargs))
         structures.append(structure_of_results)
-        return tuple(results)
+        return tuple(map(_no_leaf, results))
 
     with _distributed(tp_group) if distribute_saved_activations else contextlib.nullcontext():
         results = torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
     return tree_unflatten(results, structures[0])
+
+
+def _no_leaf(result: Any) -> Any:
+    """The result; a view of a parameter, which the checkpoint would make its own output."""
+    if isinstance(result, torch.Tensor) and result.requires_grad and result.is_leaf:
+        return result.view_as(result)
+    return result
 
 
 def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[str, Any], ...]:
