@@ -38,9 +38,9 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def with_main_grad():
+def with_main_grad(main_grad):
     layer = linear(fuse_wgrad_accumulation=True)
-    layer.weight.main_grad = torch.zeros(32, 48)
+    layer.weight.main_grad = main_grad
     layer(X)
 
 
@@ -77,9 +77,15 @@ FORWARDS = {
         " (layer layer)",
     ),
     "main_grad transposed": (
-        with_main_grad,
+        lambda: with_main_grad(torch.zeros(32, 48)),
         ValueError,
         "[wgrad] expected weight.main_grad of shape (48, 32), got (32, 48) (layer decoder.fc)",
+    ),
+    "main_grad of less precision": (
+        lambda: with_main_grad(torch.zeros(48, 32, dtype=torch.bfloat16)),
+        TypeError,
+        "[wgrad] expected weight.main_grad of torch.float32 or of the dtype of activations,"
+        " torch.float32, got torch.bfloat16 (layer decoder.fc)",
     ),
     "rows that are no ints": (
         lambda: te.GroupedLinear(2, 32, 32, device="cpu", name="moe")(X, [4.0, 4.0]),

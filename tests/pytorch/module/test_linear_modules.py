@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from module_reference import sqnr
+from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -89,6 +90,23 @@ def test_frozen_parameters_and_inputs(device: str) -> None:
             module(x).sum().backward()
         assert module.weight.grad is None
         torch.testing.assert_close(module.bias.grad, torch.full((48,), 16.0, device=device))
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_parameters_of_another_16_bit_dtype_than_autocast(
+    kind: type[torch.nn.Module], device: str
+) -> None:
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        torch.manual_seed(0)
+        module = kind(32, 48, params_dtype=torch.float16, device=device).to(dtype)
+        x = torch.randn(16, 32, device=device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            module(x).sum().backward()
+        assert all(p.grad.dtype is dtype for p in module.parameters())
+        found.append([p.grad.half() for p in module.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other)
 
 
 def test_fused_weight_gradient_accumulation(device: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels import gemm as kernel
+from transformer_engine.pytorch.kernels.cast import cast
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TRACED = "of a compiled graph"  # instead of a layer's name
@@ -142,7 +143,9 @@ class WgradTarget(NamedTuple):
             self.main_grad.copy_(dw)
 
 
-def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> WgradTarget:
+def main_grad_target(
+    weight: torch.Tensor, overwrite: bool, layer: str, operands: torch.dtype | None = None
+) -> WgradTarget:
     """The weight's `main_grad`, where data-parallel trainers keep gradients.
 
     Args:
@@ -150,9 +153,11 @@ def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> Wgrad
             `grad_added_to_main_grad` is set to True if there is one.
         overwrite: do not add to what is in `main_grad`.
         layer: for messages.
+        operands: dtype of a product in high precision, which a GEMM adds.
 
     Raises:
         ValueError: there is none, or one of another shape.
+        TypeError: no GEMM adds the product to its dtype.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -164,6 +169,11 @@ def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> Wgrad
         raise ValueError(
             f"[wgrad] expected weight.main_grad of shape {tuple(weight.shape)}, got "
             f"{tuple(main_grad.shape)} (layer {layer})"
+        )
+    if operands is not None and main_grad.dtype not in (operands, torch.float32):
+        raise TypeError(
+            "[wgrad] expected weight.main_grad of torch.float32 or of the dtype of activations, "
+            f"{operands}, got {main_grad.dtype} (layer {layer})"
         )
     overwrite = overwrite or getattr(weight, "overwrite_main_grad", False)
     has_placeholder = hasattr(weight, "grad_added_to_main_grad")  # where data-parallel hooks look
@@ -188,8 +198,11 @@ def wgrad(
     fp8 = _count(name, "wgrad", grad_output, x)
     sides, transposed = (grad_output, x), (not fp8, not fp8)
     out, accumulate = target.main_grad, target.accumulate
-    made = _product(sides, target.dtype, transposed, fast_accumulation, out, accumulate)
-    return made if out is None else None
+    dtype = target.dtype
+    if out is None and not (fp8 or dtype is None or dtype is x.dtype):  # type: ignore[union-attr]
+        dtype = torch.float32  # a product has the dtype of its operands, or this
+    made = _product(sides, dtype, transposed, fast_accumulation, out, accumulate)
+    return cast(made, target.dtype or made.dtype) if out is None else None
 
 
 @dataclass(frozen=True)

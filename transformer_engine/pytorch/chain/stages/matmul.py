@@ -302,7 +302,8 @@ class Matmul(Stage):
             return None
         weight = parameters[0]
         assert weight is not None
-        target = gemm.main_grad_target(weight, plan.first_microbatch is True, self.name)
+        operands = None if plan.quantizers.fp8 else plan.dtype
+        target = gemm.main_grad_target(weight, plan.first_microbatch is True, self.name, operands)
         # `backward_dw` computes a delayed gradient: autograd gets none, not even a placeholder.
         return target if self.delayed is None else target._replace(has_placeholder=False)
 
