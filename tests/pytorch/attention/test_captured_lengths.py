@@ -9,8 +9,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.cache import inference, kv_cache, memory
 
 HIDDEN, HEADS, GROUPS, LONGEST, SLOTS = 256, 4, 2, 24, 3
-# Sequences join, end and move up; the newest ones of a step come last.
-STEPS = [{"a": 4, "b": 6}, {"a": 1, "b": 1}, {"b": 1, "c": 6}, {"b": 5, "c": 2, "d": 1}, {"d": 1}]
+# Sequences join, wait, end and move up; the newest ones of a step come last.
+STEPS = [{"a": 4, "b": 6}, {"a": 1, "b": 0}, {"b": 2, "c": 6}, {"b": 5, "c": 0, "d": 1}, {"d": 1}]
 
 
 def make_layers(device, qkv_format, dtype, count=2):
@@ -127,8 +127,37 @@ def test_absent_sequences_are_padding():
     assert_as_whole_calls(found, inputs, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"of 1 sequences, .* or of max_batch_size=3 .* got 2"):
         layers[0](torch.randn(2, 1, HIDDEN), inference_params=cache)
-    with pytest.raises(ValueError, match="at most max_ctx_len=6 new tokens"):
-        cache.pre_step({"e": 7})
+    for step, message in (
+        ({"e": 7}, "at most max_ctx_len=6 new tokens"),
+        ({"d": 1, "e": 0}, "expected 1 or more tokens of a new sequence, .* got 0 .*'e'"),
+        ({"d": -1}, "and 0 or more of one in the cache, got -1 .*'d'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.pre_step(step)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+@torch.no_grad()
+def test_a_sequence_that_waits(device, qkv_format, paged):
+    """In a step without padding: continuous batching, or a prompt beside steps of others."""
+    steps = [{"a": 4, "b": 2, "c": 3}, {"a": 0, "b": 1, "c": 0}, {"a": 2, "b": 0, "c": 1}]
+    inputs = all_inputs(device, torch.float32, steps)
+    layers = make_layers(device, qkv_format, torch.float32)
+    cache = make_cache(qkv_format, torch.float32, paged)
+    results = {name: [] for name in inputs}
+    for step in steps:
+        cache.pre_step(step)
+        done = {name: sum(map(len, rows)) for name, rows in results.items()}
+        rows = [inputs[name][done[name] : done[name] + new] for name, new in step.items()]
+        x = torch.cat(rows) if qkv_format == "thd" else padded(rows, max(step.values()), "bshd")
+        for layer in layers:
+            x = layer(x, rotary_pos_emb=angles_on(device), inference_params=cache)
+        found = real_rows(x, [*step.values()], qkv_format)
+        for name, row in zip(step, found, strict=True):
+            results[name].append(row.clone())
+    outputs = {name: torch.cat(rows) for name, rows in results.items()}
+    assert_as_whole_calls(outputs, inputs, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -264,7 +264,7 @@ def test_bad_arguments():
     params = te.InferenceParams(2, 8, 2, 8, torch.float32)
     with pytest.raises(ValueError, match="at most 2 sequences, got 3"):
         params.pre_step({"a": 1, "b": 1, "c": 1})
-    with pytest.raises(ValueError, match=r"at most 8 in all, got 9 and 9 \(sequence 'a'\)"):
+    with pytest.raises(ValueError, match=r"at most 8 tokens of a sequence, got 9 \(sequence 'a'\)"):
         params.pre_step({"a": 9})
     params.pre_step({"a": 2})
     attention = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd")

@@ -317,8 +317,9 @@ class InferenceParams:
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Say which sequences the next step of the model has, and how many new tokens of each.
 
-        Sequences that are not named have ended, and leave room; new ones start. The batch of the
-        step is: those that go on, in the order they had, then the new ones.
+        Sequences that are not named have ended, and leave room; new ones start. One with 0 new
+        tokens waits for a later step. The batch of the step is: those that are in the cache, in
+        the order they had, then the new ones.
 
         Raises:
             ValueError: more sequences or tokens than there is room for.

@@ -149,11 +149,15 @@ class KVCacheManager:
                 f" {len(lengths)}"
             )
         for name, length in lengths.items():
-            if step_dict[name] < 1 or length > self.max_seqlen:
+            if step_dict[name] < 0 or length < 1:
                 raise ValueError(
-                    f"[InferenceParams] KV cache overflow: expected 1 or more new tokens, at most"
-                    f" {self.max_seqlen} in all, got {step_dict[name]} and {length} (sequence"
-                    f" {name!r})"
+                    "[InferenceParams] expected 1 or more tokens of a new sequence, and 0 or more"
+                    f" of one in the cache, got {step_dict[name]} (sequence {name!r})"
+                )
+            if length > self.max_seqlen:
+                raise ValueError(
+                    f"[InferenceParams] KV cache overflow: expected at most {self.max_seqlen}"
+                    f" tokens of a sequence, got {length} (sequence {name!r})"
                 )
         self.make_room(kept_slots, lengths)
         self.lengths = lengths
