@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nvdlfw_inspect.report.combine import Features, combine
-from nvdlfw_inspect.report.rules import RULES, Finding, Level
+from nvdlfw_inspect.report.rules import RULES, Finding, Level, largest
 from nvdlfw_inspect.report.table import count_of
 from nvdlfw_inspect.report.verdicts import Verdicts
 
@@ -199,7 +199,7 @@ def _tell_share(verb: str, cause: str) -> Callable[[list[Finding]], Told]:
 
 def _at_the_start_alone(finding: Finding) -> bool:
     first, *later = finding.subject.series.values
-    return finding.step == 0 and bool(later) and first > finding.rule.watch >= max(later)
+    return finding.step == 0 and bool(later) and first > finding.rule.watch >= largest(later)
 
 
 def _current_scaling(findings: list[Finding]) -> float | None:
@@ -208,7 +208,7 @@ def _current_scaling(findings: list[Finding]) -> float | None:
     what_if = [f.subject.beside(base, "fp8_current_scaling") for f in findings]
     if findings[0].subject.statistic.recipe or None in what_if:
         return None
-    worst = max(max(s.values) for s in what_if if s)
+    worst = largest(value for s in what_if if s for value in s.values)
     return worst if worst <= rule.watch else None
 
 

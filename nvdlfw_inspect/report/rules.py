@@ -6,7 +6,7 @@ A rule takes one series and returns a `Finding` or None. advice.py says what to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -107,11 +107,16 @@ E4M3_BITS = math.log2(448 / 2**-9)  # 17.8
 E5M2_BITS = math.log2(57344 / 2**-16)  # 31.8
 
 
+def largest(values: Iterable[float]) -> float:
+    """Returns the largest finite value, NaN without one; `max` stops at a NaN that comes first."""
+    return max(filter(math.isfinite, values), default=math.nan)
+
+
 def over_threshold(rule: Rule, subject: Subject) -> Finding | None:
     """Finds too large shares of elements; one level less if they were rare and have passed."""
     values = subject.series.values
-    worst = max(values, default=0.0)
-    if not worst > rule.watch:  # also for NaN, which another rule finds
+    worst = largest(values)
+    if not worst > rule.watch:
         return None
     level, limit = Level.OK, rule.watch
     for reached, threshold in ((Level.WATCH, rule.watch), (Level.BAD, rule.bad)):

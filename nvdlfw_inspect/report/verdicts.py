@@ -132,5 +132,7 @@ def worst_value(series: Series, statistic: Statistic) -> tuple[float, int]:
 
 
 def _size(value: float, statistic: Statistic) -> float:
-    """What makes a value the worst one: its magnitude, but for `scale_inv_min`."""
+    """What makes a value the worst one: that it is NaN, its magnitude, but for `scale_inv_min`."""
+    if math.isnan(value):
+        return math.inf
     return -value if statistic.base == "scale_inv_min" else abs(value)

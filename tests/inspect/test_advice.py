@@ -99,6 +99,31 @@ def test_what_if_suggests_current_scaling(tmp_path: Path) -> None:
     assert scaling == {"enabled": True, "gemms": ["fprop", "wgrad"], "tensors": ["activation"]}
 
 
+@pytest.mark.parametrize(
+    ("what_if", "feature"),
+    [
+        ([math.nan, 0.25], "PerTensorScaling"),
+        ([0.25, math.nan], "PerTensorScaling"),
+        ([math.nan, math.nan], "DisableFP8GEMM"),
+    ],
+)
+def test_what_if_with_nan(tmp_path: Path, what_if: list[float], feature: str) -> None:
+    series = {"overflows%": [20.0, 20.0], "fp8_current_scaling_overflows%": what_if}
+    records = [
+        record(i, LAYER, "weight", name, v) for name, vs in series.items() for i, v in enumerate(vs)
+    ]
+    (piece,) = [p for p in advice_on(write_records(tmp_path, records)) if "Up to" in p.title]
+    assert feature in section(piece)["transformer_engine"]
+
+
+@pytest.mark.parametrize("later", [[math.nan, 0.0], [0.0, math.nan]])
+def test_an_overflow_at_the_start_alone_before_a_nan(tmp_path: Path, later: list[float]) -> None:
+    values = [60.0, *later, *[0.0] * 40]
+    pieces = advice_on(write_series(tmp_path, values, statistic="overflows%"))
+    (piece,) = [p for p in pieces if "Up to" in p.title]
+    assert "harmless" in piece.text
+
+
 def test_nan_names_layer_and_step(tmp_path: Path) -> None:
     values = [1.0] * 30 + [math.nan]
     (piece,) = advice_on(write_series(tmp_path, values, statistic="l2_norm"))

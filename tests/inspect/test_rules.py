@@ -44,6 +44,16 @@ def test_overflow(tmp_path: Path, values: list[float], level: Level) -> None:
     assert row.reason.startswith("overflow") == (level > OK)
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_nan_hides_no_overflow(tmp_path: Path, at: int) -> None:
+    values = [50.0, 50.0, 50.0]
+    values.insert(at, math.nan)
+    series = {(LAYER, "gradient", "overflows%"): values}
+    found = judged_together(tmp_path, series).findings
+    assert [(f.rule.name, f.level) for f in found] == [("non-finite", BAD), ("overflow", BAD)]
+    assert found[1].value == 50.0
+
+
 @pytest.mark.parametrize(("share", "level"), [(1.9, OK), (2.1, WATCH), (9.9, WATCH), (10.1, BAD)])
 @pytest.mark.parametrize("name", ["underflows%", "underflows%_columnwise"])
 def test_underflow(tmp_path: Path, name: str, share: float, level: Level) -> None:
@@ -194,6 +204,17 @@ def test_the_least_of_the_smallest_scales_is_the_worst(tmp_path: Path) -> None:
         write_records(tmp_path, [record(0, LAYER, "weight", "scale_inv_min", value)], rank)
     (row,) = judge(read_run(tmp_path)).rows
     assert (row.extreme, row.rank) == (1e-6, 1)
+
+
+@pytest.mark.parametrize("zeros", [0, 1])
+def test_the_row_is_that_of_the_rank_with_a_nan(tmp_path: Path, zeros: int) -> None:
+    """A tensor of zeros has a dynamic range of NaN, and no finding where it soon lives."""
+    for rank in (0, 1):
+        values = [math.nan if rank == zeros else 5.0, 5.0]
+        rows = [record(i, LAYER, "weight", "dynamic_range", v) for i, v in enumerate(values)]
+        write_records(tmp_path, rows, rank)
+    (row,) = judge(read_run(tmp_path)).rows
+    assert (row.rank, row.level, math.isnan(row.extreme)) == (zeros, OK, True)
 
 
 def test_worst_rank_decides(tmp_path: Path) -> None:
