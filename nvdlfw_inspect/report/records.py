@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -47,28 +48,14 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Series:
-    """The values of one statistic on one rank."""
+    """The values of one statistic on one rank, sorted by step."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def in_order(self) -> Series:
-        """Returns the series sorted by step.
-
-        A step that is not larger than the one before begins a resumed run: what an earlier run
-        logged of that step, and of later ones, is left out.
-        """
-        steps = self.steps
-        if all(steps[i] < steps[i + 1] for i in range(len(steps) - 1)):
-            return self
-        ordered = Series()
-        for step, value in zip(steps, self.values, strict=True):
-            while ordered.steps and ordered.steps[-1] >= step:
-                ordered.steps.pop()
-                ordered.values.pop()
-            ordered.steps.append(step)
-            ordered.values.append(value)
-        return ordered
+    def cut(self, length: int) -> None:
+        """Drops the records beyond a number of them."""
+        del self.steps[length:], self.values[length:]
 
 
 @dataclass
@@ -160,9 +147,6 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
             f"[report] expected values in {path / FILE_NAME}, got {run.empty} records of tensors"
             " without elements"
         )
-    for ranks in run.series.values():
-        for number, series in ranks.items():
-            ranks[number] = series.in_order()
     if len(files) > 1:
         _fold_copies(run)
     return run
@@ -221,14 +205,33 @@ def _read_rank(run: Run, rank: int, file: Path) -> None:
                 run.empty += 1
             else:
                 number = SPELT_OUT[value] if isinstance(value, str) else float(value)
-                series.steps.append(record["iteration"])
+                steps = series.steps
+                steps.append(record["iteration"])
                 series.values.append(number)
+                if len(steps) > 1 and steps[-2] >= steps[-1]:
+                    _go_back(series, found.values() if key[1] else ())
             run.records += 1
         except (KeyError, TypeError, ValueError, OverflowError):
             run.skipped += 1
     for key, series in found.items():
         if series.steps:
             run.series.setdefault(Key(*key), {})[rank] = series
+
+
+def _go_back(series: Series, all_series: Iterable[Series]) -> None:
+    """Replaces records by the last one of a series, whose step is not larger than the one before.
+
+    A smaller step of a tensor begins a resumed run: what `all_series` have of later steps is of an
+    abandoned run, and rare series may never be logged there again. An equal step says nothing of
+    the kind, nor do scalars, for which `all_series` is empty: programs choose their steps.
+    """
+    step, value = series.steps.pop(), series.values.pop()
+    if step < series.steps[-1]:
+        for each in all_series:
+            each.cut(bisect_right(each.steps, step))
+    series.cut(bisect_left(series.steps, step))
+    series.steps.append(step)
+    series.values.append(value)
 
 
 def _checked(key: tuple[str, str, str]) -> tuple[str, str, str]:

@@ -93,6 +93,41 @@ def test_steps_that_a_resumed_run_has_not_reached_are_left_out(tmp_path: Path) -
     assert list(series.values) == [1.0, 20.0, 30.0]
 
 
+def test_a_resumed_run_leaves_out_later_steps_of_series_that_it_has_not_logged(
+    tmp_path: Path,
+) -> None:
+    """Statistics of a step may come after scalars of later steps."""
+    rare, often = Key("fc1", "gradient", "max"), Key("fc1", "activation", "max")
+    rows = [record(i, *key, 1.0) for i in range(96) for key in (rare, often)[i % 10 > 0 :]]
+    rows += [{**record(i, "", "", "", 1.0), "name": "loss"} for i in (90, 95)]
+    rows += [record(i, *often, 2.0) for i in range(82, 86)]
+    rows.insert(-2, {**record(84, "", "", "", 2.0), "name": "loss"})
+    series = read_run(write_records(tmp_path, rows)).series
+    last = {key: (ranks[0].steps[-1], ranks[0].values[-1]) for key, ranks in series.items()}
+    assert last == {rare: (80, 1.0), often: (85, 2.0), Key("loss", "", "value"): (84, 2.0)}
+
+
+def test_a_resumed_run_that_begins_with_a_rare_series(tmp_path: Path) -> None:
+    rare, often = Key("fc1", "gradient", "max"), Key("fc1", "activation", "max")
+    rows = [record(i, *often, 1.0) for i in range(6)]
+    rows[3:3] = [record(3, *rare, 1.0)]
+    rows += [record(3, *key, 2.0) for key in (rare, often)]
+    series = read_run(write_records(tmp_path, rows)).series
+    assert {key: list(ranks[0].values) for key, ranks in series.items()} == {
+        rare: [2.0],
+        often: [1.0, 1.0, 1.0, 2.0],
+    }
+
+
+@pytest.mark.parametrize("again", [[5, 5], [5, 1, 2]])
+def test_scalars_that_are_logged_again_leave_others_alone(tmp_path: Path, again: list) -> None:
+    rows = [{**record(i, "", "", "", 1.0), "name": "validation"} for i in again]
+    rows[1:1] = [record(i, *KEY, 1.0) for i in range(8)]
+    series = read_run(write_records(tmp_path, rows)).series
+    assert list(series[KEY][0].steps) == list(range(8))
+    assert list(series[Key("validation", "", "value")][0].steps) == again[1:]
+
+
 def test_scalars_of_the_program_have_their_names(tmp_path: Path) -> None:
     rows = [{**record(0, "", "", "", v), "name": n} for n, v in (("loss", 9.0), ("lr", 0.5))]
     run = read_run(write_records(tmp_path, [*rows, record(0, *KEY, 1.0)]))
