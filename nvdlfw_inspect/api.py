@@ -39,6 +39,15 @@ from nvdlfw_inspect.utils import (
 DEBUG_MANAGER: DebugManager | None = None
 _steering = threading.RLock()  # one thread at a time begins, steps or ends a session
 
+
+def _forked() -> None:
+    """Called in forked children: that thread may be one that they do not have."""
+    global _steering  # noqa: PLW0603 - whoever forks while it holds the lock releases the old one
+    _steering = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
 _PATIENCE = 10.0  # seconds to wait for that thread at exit
 _OPTIONS = {"tb_writer", "default_logging_enabled", "log_timestamps"}
 _Path = str | os.PathLike[str]
@@ -332,12 +341,13 @@ def _manager(op: str, error: type[Exception] = RuntimeError) -> DebugManager:
 
 def _end_at_exit() -> None:
     """End the session, even if another thread has begun to end it and never returned."""
-    alone = _steering.acquire(timeout=_PATIENCE)
+    steering = _steering
+    alone = steering.acquire(timeout=_PATIENCE)
     try:
         _end()
     finally:
         if alone:
-            _steering.release()
+            steering.release()
 
 
 _hooks = ExitHooks(_end_at_exit, flush)

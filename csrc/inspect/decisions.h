@@ -5,13 +5,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "inspect/callouts.h"
+#include "inspect/fork_mutex.h"
 #include "inspect/routing.h"
 
 namespace te::inspect {
@@ -45,7 +45,7 @@ class Decisions {
     bool holds(int64_t iteration) const;
   };
 
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::unordered_map<Target, Entry, TargetHash> entries_;
 };
 

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 
+#include "inspect/fork_mutex.h"
 #include "inspect/registry.h"
 #include "inspect/session.h"
 
@@ -23,7 +23,7 @@ class Engine {
                                  LogOptions log, Clock clock = std::chrono::system_clock::now);
 
  private:
-  mutable std::mutex mutex_;
+  mutable ForkMutex mutex_;
   Registry registry_;
   FeatureId last_id_ = 0;
   uint64_t last_epoch_ = 0;

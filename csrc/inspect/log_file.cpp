@@ -8,11 +8,11 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "core/error.h"
+#include "inspect/fork_mutex.h"
 
 namespace te::inspect {
 
@@ -33,17 +33,15 @@ bool set_lock(int file, short kind) {
 
 // The files that this process has open. Forked children close theirs at once: a file stays locked
 // until its last copy is closed, and children may outlive their parent.
-std::mutex g_mutex;
+ForkMutex g_mutex;
 std::set<int*> g_open;
 
 void close_all() {
   for (int* file : g_open) close(std::exchange(*file, -1));
   g_open.clear();
-  g_mutex.unlock();
 }
 
-[[maybe_unused]] const int g_at_fork =
-    pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, close_all);
+[[maybe_unused]] const int g_close_in_children = pthread_atfork(nullptr, nullptr, close_all);
 
 void remember(int& file) {
   const std::lock_guard lock(g_mutex);

@@ -12,6 +12,8 @@ namespace te::inspect {
 
 namespace {
 
+ForkMutex g_local_time;  // localtime_r locks a mutex that forked children would find locked
+
 std::string not_finite(double value) {
   return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
 }
@@ -65,7 +67,10 @@ std::string text_of_time(std::chrono::system_clock::time_point time) {
   const auto seconds = std::chrono::floor<std::chrono::seconds>(since_epoch);
   const std::time_t whole = seconds.count();
   std::tm local{};
-  localtime_r(&whole, &local);
+  {
+    const std::lock_guard lock(g_local_time);
+    localtime_r(&whole, &local);
+  }
   char date[32], text[48];
   std::strftime(date, sizeof date, "%Y-%m-%d %H:%M:%S", &local);
   std::snprintf(text, sizeof text, "%s,%03d", date,

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 
+#include "inspect/fork_mutex.h"
 #include "inspect/log_file.h"
 #include "inspect/messages.h"
 
@@ -72,7 +72,7 @@ class Logs {
 
   const LogOptions options_;
   const Clock clock_;
-  std::mutex mutex_;  // of the files
+  ForkMutex mutex_;  // of the files
   std::unique_ptr<LogFile> messages_, statistics_, rows_;
   bool complained_ = false;
 };

@@ -1,9 +1,10 @@
 // Messages of the debug log: levels, and the keys of messages that are written once.
 #pragma once
 
-#include <mutex>
 #include <string>
 #include <unordered_set>
+
+#include "inspect/fork_mutex.h"
 
 namespace te::inspect {
 
@@ -24,7 +25,7 @@ class OneShot {
 
  private:
   static constexpr size_t kBound = 1 << 16;
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::unordered_set<std::string> seen_;
 };
 

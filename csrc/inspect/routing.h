@@ -5,13 +5,13 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "inspect/config.h"
+#include "inspect/fork_mutex.h"
 #include "inspect/registry.h"
 
 namespace te::inspect {
@@ -55,7 +55,7 @@ class Router {
   const RegexSearch regex_;
   FeatureCall& features_;
 
-  mutable std::mutex mutex_;  // protects the members below
+  mutable ForkMutex mutex_;  // protects the members below
   std::unordered_map<Target, Route, TargetHash> routes_;
   std::map<std::string, std::vector<int>, std::less<>> sections_;
   std::vector<std::string> layers_;

@@ -1,5 +1,7 @@
 """Layers in real sessions: configurations as documents show them, and what the GEMMs then do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -210,6 +212,46 @@ def test_names_of_a_model_are_inferred() -> None:
         model(torch.randn(16, 16))
     assert kinds() == {("model.0", "fprop", "fp32"), ("model.1", "fprop", "fp8")}
     assert "model.1: Tensor: weight, gemm fprop - FP8 quantization" in log()
+
+
+FORK_WHILE_A_THREAD_STEPS = """
+import os, signal, sys, threading
+import torch
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from nvdlfw_inspect.logging import BaseLogger
+
+begun, over = threading.Event(), threading.Event()
+class Slow(BaseLogger):
+    def log_scalar(self, name, value, iteration, **kwargs):
+        begun.set(), over.wait()
+
+stats = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]}}
+layers = {"layer_name_regex_pattern": ".*"}
+config = {"s": {"enabled": True, "layers": layers, "transformer_engine": stats}}
+debug_api.initialize(config, log_dir=sys.argv[1], statistics_logger=Slow())
+def call(name):
+    te.Linear(32, 32, device="cpu", name=name)(torch.ones(16, 32))
+call("first")
+thread = threading.Thread(target=debug_api.step)
+thread.start()
+begun.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(10)
+    call("second")
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+over.set()
+thread.join()
+"""
+
+
+def test_layers_run_in_a_child_that_was_forked_while_a_thread_stepped(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK_WHILE_A_THREAD_STEPS, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=FEATURES.parents[2], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 def test_a_layer_that_wants_nothing_more_is_not_asked_again() -> None:

@@ -97,6 +97,48 @@ def test_forked_children_leave_the_session_alone(tmp_path: Path, end: str) -> No
     assert len(rows(tmp_path)) == len(statistics(tmp_path)) == 5
 
 
+FORK = """
+import threading
+from nvdlfw_inspect.logging import MetricLogger
+
+def child_ends():
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        debug_api.end_debug()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+"""
+WHILE_A_THREAD_LOGS = """
+over = threading.Event()
+def log():
+    while not over.is_set():
+        MetricLogger.log_scalar("n" * 100_000, 1.0, 0)
+thread = threading.Thread(target=log)
+thread.start()
+ended = all(child_ends() for _ in range(50))
+"""
+WHILE_A_THREAD_STEPS = """
+begun, over = threading.Event(), threading.Event()
+class Slow:
+    def initialized(self, manager): pass
+    def stepped(self, manager): begun.set(), over.wait()
+    def ended(self, manager): pass
+subscribe(Slow())
+thread = threading.Thread(target=debug_api.step)
+thread.start()
+begun.wait()
+ended = child_ends()
+"""
+
+
+@pytest.mark.parametrize("meanwhile", [WHILE_A_THREAD_LOGS, WHILE_A_THREAD_STEPS])
+def test_forked_children_do_not_wait_for_threads_of_their_parent(
+    tmp_path: Path, meanwhile: str
+) -> None:
+    done = run(tmp_path, f"{FORK}{meanwhile}over.set()\nthread.join()\nprint(ended)")
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_the_handler_is_put_back(initialize: Initialize) -> None:
     before = signal.getsignal(signal.SIGTERM)
     initialize()

@@ -8,10 +8,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <thread>
 #include <vector>
 
 #include "core/error.h"
@@ -305,6 +307,32 @@ TEST_F(LogsTest, ForkedChildrenThatOutliveTheirParentLockNothing) {
   EXPECT_FALSE(refused(options()));
   close(ends[0]);
   close(ends[1]);
+}
+
+TEST_F(LogsTest, ForkedChildrenDoNotWaitForThreadsOfTheirParent) {
+  Logs logs(options());
+  const std::string name(100'000, 'n');
+  const auto log = [&] {
+    logs.message(20, name);
+    logs.add({0, "l", "t", "s", name, 1.0});
+    logs.flush();
+  };
+  std::atomic<bool> stop = false;
+  std::thread thread([&] {
+    while (!stop) log();
+  });
+  constexpr int kDone = 7;
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(in_child([&] {
+                alarm(20);
+                log();
+                return logs.finish() ? 1 : kDone;
+              }),
+              kDone);
+    if (HasFailure()) break;
+  }
+  stop = true;
+  thread.join();
 }
 
 TEST_F(LogsTest, ASessionThatCannotBeginLeavesEarlierLogs) {

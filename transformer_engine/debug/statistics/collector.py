@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import weakref
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
 
 _Key = tuple[str, str, torch.device]  # layer, tensor, where it is
 _MOST_PENDING = 64  # copies in flight before `step` waits for the oldest one
+
+
+_collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Called in forked children: threads that they do not have may hold the locks."""
+    for one in _collectors:
+        one._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass
@@ -75,6 +88,7 @@ class Collector:
         self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
         self._lock = threading.RLock()
+        _collectors.add(self)
         self._reasons: set[str] = set()  # why statistics could not be taken
 
     def tensor(
