@@ -33,7 +33,7 @@ def cast(
     scales = scales_with_margin(largest, format, margin)
     codes, transposed, _, _ = quantize(x, format, None, None, scales, True, columnwise, None)
     assert codes is not None
-    return Float8Tensor(x.shape, x.dtype, codes, scales, format, transposed)
+    return Float8Tensor(x.shape, x.dtype, codes, scales, format, data_transpose=transposed)
 
 
 def fake_quantize(

@@ -173,6 +173,8 @@ def test_native_code_and_missing_quantizers_refuse_clearly() -> None:
     _, q = make("cpu")
     with pytest.raises(TypeError, match="got a Float8Tensor that has no memory to point at"):
         _C.describe(q)
-    bare = Float8Tensor(q.shape, q.dtype, q._data, q._scale_inv, q._fp8_dtype)
+    bare = Float8Tensor(q.shape, q.dtype, q._data, q._scale_inv, q._fp8_dtype, True)
+    assert bare.requires_grad
+    bare.requires_grad_(False)
     with pytest.raises(RuntimeError, match="expected a quantizer to write with"):
         bare.mul_(2)

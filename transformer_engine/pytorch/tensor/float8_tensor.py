@@ -33,6 +33,7 @@ class Float8Tensor(ShardableTensor):
         data: uint8 codes of that shape.
         fp8_scale_inv: fp32, element 0 = 1 / scale.
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
+        requires_grad: autograd may record what is done with it.
         data_transpose: uint8 codes `[cols, rows]`, made on demand where None.
         quantizer: quantises anew what is written in place.
 
@@ -58,6 +59,7 @@ class Float8Tensor(ShardableTensor):
         data: torch.Tensor,
         fp8_scale_inv: torch.Tensor,
         fp8_dtype: DType | torch.dtype | int,
+        requires_grad: bool = False,
         data_transpose: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
     ) -> Float8Tensor:
@@ -70,7 +72,7 @@ class Float8Tensor(ShardableTensor):
         self._transpose = data_transpose
         self._transpose_version = self._writes
         self._quantizer = quantizer
-        return self
+        return self.requires_grad_() if requires_grad else self
 
     @classmethod
     def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Float8Tensor:
@@ -97,7 +99,8 @@ class Float8Tensor(ShardableTensor):
         some: Any = columnwise if rowwise is None else rowwise
         codes = transpose(some.codes) if rowwise is None else some.codes
         codes = codes.view(like.shape)
-        return cls(like.shape, like.dtype, codes, some.scales, some.element, columns, quantizer)
+        shape, dtype, scales = like.shape, like.dtype, some.scales
+        return cls(shape, dtype, codes, scales, some.element, False, columns, quantizer)
 
     @property
     def scales(self) -> torch.Tensor:
