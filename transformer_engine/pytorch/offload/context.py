@@ -83,10 +83,10 @@ def get_cpu_offload_context(
     check_sizes("cpu_offload", None, num_layers=num_layers)
     if model_layers is not None:
         check_sizes("cpu_offload", None, num_layers, model_layers=model_layers)
-    if not enabled:
-        return nullcontext(), _same  # which the compiler knows
-    if not torch.cuda.is_available():
-        return OffloadContext(nullcontext()), _same
+    if not (enabled and torch.cuda.is_available()):
+        nothing: Any = nullcontext()  # which the compiler knows
+        nothing.inside_context = False
+        return nothing, _same
     copies = CudaCopies(offload_stream)
     offload = Offload(num_layers, model_layers, offload_activations, offload_weights, copies)
     return offload, offload.synchronize
@@ -124,25 +124,10 @@ class OnDevice(NamedTuple):
         return self.x
 
 
-class OffloadContext:
-    """Hooks, and whether they are open: Megatron-Core asks for `inside_context`."""
-
-    inside_context = False
-
-    def __init__(self, hooks: AbstractContextManager[Any]) -> None:
-        self._hooks = hooks
-
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-        self.inside_context = True
-
-    def __exit__(self, *exception: Any) -> None:
-        self.inside_context = False
-        self._hooks.__exit__(*exception)
-
-
-class Offload(OffloadContext):
+class Offload:
     """The context, one object for all layers of a model; `model_layers` is None until counted."""
+
+    inside_context = False  # whether it is open, for Megatron-Core
 
     def __init__(
         self,
@@ -152,7 +137,7 @@ class Offload(OffloadContext):
         weights: bool,
         copies: CudaCopies,
     ) -> None:
-        super().__init__(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.layers = layers
         self.model_layers = model_layers
         self.activations = activations
@@ -166,7 +151,12 @@ class Offload(OffloadContext):
     def __enter__(self) -> None:
         if self._backward or not any(group() for group in self._groups):
             self._restart()
-        super().__enter__()
+        self._hooks.__enter__()
+        self.inside_context = True
+
+    def __exit__(self, *exception: Any) -> None:
+        self.inside_context = False
+        self._hooks.__exit__(*exception)
 
     def _restart(self) -> None:
         """A new forward."""
