@@ -268,6 +268,53 @@ def test_infinities_in_a_slice_leave_other_values(device: str) -> None:
     assert_bitwise(weight.dequantize()[16:], before)
 
 
+def test_infinities_in_a_slice_leave_its_finite_values(device: str) -> None:
+    weight = a_weight(device).detach()
+    values = 1000 * torch.randn(16, 64, device=device)
+    values[3, 5] = float("inf")
+    weight[:16].copy_(values)
+    finite = values.isfinite()
+    found = weight.dequantize()[:16]
+    torch.testing.assert_close(found[finite], values[finite], rtol=0.07, atol=1)
+    assert found[3, 5] >= found[finite].max()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0.0, 1e-37),
+        (0.0, 1e-44),
+        (1e-38, 1e-38),
+        (1e-30, 1e30),
+        (1e30, 1e-30),
+        (1.0, 3.4e38),
+        (3e38, 1e-36),
+        (1e-36, 3e38),
+    ],
+)
+def test_slices_move_the_scale_through_the_range_of_fp32(
+    before: float, after: float, device: str
+) -> None:
+    weight = a_weight(device).detach()
+    weight.fill_(before)
+    parts = weight.chunk(3)
+    for i, part in enumerate(parts):
+        part.fill_(after)
+        larger = after if i == 2 else max(before, after)
+        wanted = torch.full_like(part, after if after == larger else 0.0, dtype=torch.float32)
+        torch.testing.assert_close(part.dequantize(), wanted, rtol=0.07, atol=1e-40)
+        assert weight.dequantize().isfinite().all()
+        assert weight.scales.isfinite().all() and (weight.scales > 0).all()
+
+
+def test_optimizers_step_slices_of_zeros_by_little(device: str) -> None:
+    weight = a_weight(device, init_method=torch.nn.init.zeros_).detach()
+    part = torch.nn.Parameter(weight.view(-1)[:1000])
+    part.grad = torch.full_like(part, 1e-9)
+    torch.optim.SGD([part], lr=1e-30).step()
+    assert weight.dequantize().abs().max() < 1e-38
+
+
 def test_a_view_that_takes_other_values_over_knows_when_they_are_written(device: str) -> None:
     view, other = (a_weight(device).detach() for _ in range(2))
     view = view.view(view.shape)

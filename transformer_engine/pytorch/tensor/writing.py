@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _ROUNDED = 1.01  # codes of the largest values of a scale stand for values that much above, too
+_MOST = 2.0**125  # the largest scale that slices ask for, and 1/scale: beyond, one loses bits
+_HALF_OF_RANGE = torch.finfo(torch.float32).max / 2
 
 
 class ShardRanks:
@@ -216,19 +218,26 @@ def _write_slice(
     values = weight.plain_values(torch.float32)
     start = codes.storage_offset() - whole.storage_offset()
     values.as_strided(codes.shape, codes.stride(), start).copy_(plain)
-    largest = amax(values)
+    largest = amax(values.masked_fill(values.isinf(), 0.0))  # infinities saturate
     if ranks is not None:
         largest = ranks.reduce(largest, tensor.label)
     quantizer: Any = tensor._quantizer
-    scales = scale_pair(own)
-    wanted = quantizer.scales_of([largest])[0][1:]
-    wanted = torch.where(largest.isfinite(), wanted, scales[1:])  # infinities saturate
-    ratio = wanted * _ROUNDED / scales[1:]
-    power_of_2 = ratio / (2 * torch.frexp(ratio).mantissa)
-    scales = torch.cat([scales[:1] / power_of_2, scales[1:] * power_of_2])
+    scales = _moved_scale(scale_pair(own), quantizer.scales_of([largest])[0], largest)
     quantize_many([values], [whole], [], [scales], [], [], tensor._format)
     tensor.drop_transpose()
     weight.overwrite([whole, scales])
+
+
+def _moved_scale(own: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """`own` times the power of two that brings it close to `wanted`; both are {1/scale, scale}.
+
+    Values above half of the largest number could be rounded up to infinity: they get `wanted`.
+    """
+    inverse, scale = own.double().split(1)  # whose ratios overflow fp32
+    ratio = wanted[1:].clamp(1 / _MOST, _MOST) * _ROUNDED / scale
+    power_of_2 = ratio / (2 * torch.frexp(ratio).mantissa)
+    moved = torch.cat([inverse / power_of_2, scale * power_of_2]).float()
+    return torch.where(largest > _HALF_OF_RANGE, wanted, moved)
 
 
 def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
