@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from replica_reference import PAIRS, RECIPES
-from shard_ranks import FLAT, OPTIMIZERS, hybrid, shards
+from shard_ranks import FLAT, OPTIMIZERS, hybrid, shards, uneven
 
 CASES = [f"{layer} {precision}" for layer, precision in PAIRS]
 IN_FP8 = [f"{case}, FP8 weights" for case in CASES if not case.endswith("bf16")]
@@ -73,6 +73,16 @@ def test_errors_name_the_weight(found) -> None:
     for outcome in found:
         assert "a piece of weight of layer" in outcome["errors"]["too early"]
         assert "got 64 of 128 rows: those of weight of layer small" in outcome["errors"]["blocks"]
+
+
+def test_slices_of_pieces_are_not_written_alone(found) -> None:
+    for outcome in found:
+        assert outcome["slices"]["kept"]
+        assert "written as a whole, got a slice of" in outcome["slices"]["error"]
+
+
+def test_pieces_may_differ_in_their_rows() -> None:
+    assert run_ranks(5, uneven) == [{32: True, 16: True}] * 5
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu(4))])

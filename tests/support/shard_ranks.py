@@ -219,6 +219,29 @@ def _errors(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
+@torch.no_grad()
+def _slices(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """What writes to some rows of a piece do to the weight."""
+    model = _made("Linear", None, True)
+    fully_shard(model, mesh=mesh)
+    model(micro_batch(0, 0, rank))
+    model.reshard()
+    before = model.weight.full_tensor().dequantize()
+    piece = model.weight.to_local()
+    found: dict[str, Any] = {}
+    try:
+        piece[:4].mul_(0.25)
+    except RuntimeError as error:
+        found["error"] = str(error)
+    found["kept"] = torch.equal(model.weight.full_tensor().dequantize(), before)
+    before[:4] *= 4
+    piece[:4] = piece[:4].dequantize() * (1 if rank else 4)
+    torch.testing.assert_close(
+        model.weight.full_tensor().dequantize(), before, rtol=0.07, atol=1e-2
+    )
+    return found
+
+
 def shards(rank: int) -> dict[str, Any]:
     """Every case, by name."""
     group, mesh = alone(rank), init_device_mesh(here().type, (2,))
@@ -253,6 +276,27 @@ def shards(rank: int) -> dict[str, Any]:
     found["clipped"] = {one: _clipped(one, mesh) for one in (False, True)}
     found["from meta"] = {one: _from_meta(one, rank, mesh) for one in (False, True)}
     found["errors"] = _errors(mesh)
+    found["slices"] = _slices(rank, mesh)
+    return found
+
+
+def uneven(rank: int) -> dict[int, bool]:
+    """Whether a layer of so many rows, cut among five ranks, is what one process has."""
+    found = {}
+    for rows in (32, 16):  # the last rank has fewer than others, or none
+        layers = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            with te.quantized_model_init():
+                layers.append(te.Linear(HIDDEN, rows, bias=False, device=here()))
+        fully_shard(layers[0], mesh=init_device_mesh(here().type, (5,)))
+        x = micro_batch(0, 0, 0).float()
+        for layer in layers:
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            layer(x).square().mean().backward()
+            optimizer.step()
+        ours, theirs = (layer(x) for layer in layers)
+        found[rows] = torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
     return found
 
 

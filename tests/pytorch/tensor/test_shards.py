@@ -1,5 +1,6 @@
 """Pieces of FP8 weights, in the order of calls in which `fully_shard` makes and gathers them."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,8 @@ def test_pieces_make_up_the_weight(rows: int, ranks: int, recipe: Recipe) -> Non
     assert all(type(piece) is type(weight) for piece in pieces)
     whole = _gathered(pieces, weight)
     assert type(whole) is type(weight)
+    if isinstance(recipe, Float8CurrentScaling):  # of which each rank has all
+        assert all(torch.equal(piece.scales, weight.scales) for piece in pieces)
     assert whole.dtype is torch.float16  # of the policy of mixed precision
     assert torch.equal(
         whole.dequantize(dtype=torch.float32), weight.dequantize(dtype=torch.float32)
@@ -78,6 +81,52 @@ def test_room_for_a_piece_is_made_once() -> None:
     assert type(weight.new_zeros(64, 256)) is torch.Tensor
     _pieces(weight, 2)
     assert type(weight.new_zeros(32, 256)) is torch.Tensor
+
+
+def test_weights_that_users_cut_give_plain_zeros_and_free_their_codes() -> None:
+    weight = _weight(64, Float8CurrentScaling())
+    codes = weakref.ref(weight._data)
+    first, *_ = weight.split(16)
+    del first, _
+    assert type(weight.new_zeros(16, 256)) is torch.Tensor
+    _ = weight.split(16)
+    weight.data = _weight(64, Float8CurrentScaling()).data
+    del _
+    assert codes() is None
+
+
+@pytest.mark.parametrize("rank", [0, 2])  # with 27 and 26 rows, in room for 27
+def test_slices_of_what_fully_shard_keeps_are_read_alone(rank: int) -> None:
+    """Written, each would need a scale that all ranks find."""
+    piece = _pieces(_weight(80, Float8CurrentScaling()), 3)[rank]
+    cuts = {
+        "first rows": lambda x: x[:4],
+        "rows": lambda x: x[4:8],
+        "row": lambda x: x[0],
+        "chunk": lambda x: x.chunk(2)[0],
+        "split": lambda x: x.split([10, len(x) - 10])[1],
+        "flat": lambda x: x.view(-1)[:64],
+    }
+    before = piece.dequantize()
+    for name, cut in cuts.items():
+        part = cut(piece)
+        assert type(part) is te.Float8Tensor, name
+        assert_bitwise(part.dequantize(), cut(before))
+        with pytest.raises(RuntimeError, match=r"written as a whole, got a slice of \d+ of its"):
+            part.mul_(0.25)
+    assert_bitwise(piece.dequantize(), before)
+
+
+def test_a_piece_that_fully_shard_cuts_again_is_written_as_a_whole() -> None:
+    """It does so where a piece was replaced, as by `load_state_dict(assign=True)`."""
+    piece = _pieces(_weight(80, Float8CurrentScaling()), 3)[2]
+    room = piece.new_zeros(27, 256)
+    room.narrow(0, 0, 26).copy_(piece)
+    again = room.narrow(0, 0, 26)
+    assert_bitwise(again.dequantize(), piece.dequantize())
+    for part in (again, again[:], again.view(-1), again.chunk(1)[0]):
+        with pytest.raises(RuntimeError, match="expected the first forward or load_state_dict"):
+            part.mul_(2)
 
 
 def test_a_weight_that_was_cut_may_change_its_dtype() -> None:

@@ -94,6 +94,8 @@ SLICES: dict[str, Callable[[Any], Any]] = {
     "rows of a view": lambda w: w.view(-1, 16)[5:9],
     "chunk": lambda w: w.chunk(3)[1],
     "rows of a chunk": lambda w: w.chunk(2)[1][5:9],
+    "the only chunk": lambda w: w.chunk(1)[0],
+    "more than all rows": lambda w: w.split(99)[0],
     "split": lambda w: torch.split(w, [8, 40])[1],
     "flat": lambda w: w.view(-1)[33:1001],
     "flat as a matrix": lambda w: w.reshape(-1)[32:1056].view(32, 32),

@@ -54,7 +54,7 @@ class QuantizedTensor(WithoutStorage):
     _format: int  # of the sides, for kernels
     _quantizer: Quantizer | None
     _whole: torch.Tensor | None = None  # of a view: the codes of what it is a view of
-    _room: Any = None  # for the first piece, while `fully_shard` cuts the tensor: see `shards`
+    _room: Any = (0, lambda: None)  # while `fully_shard` cuts the tensor: see `shards.room_for`
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

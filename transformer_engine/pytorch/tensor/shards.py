@@ -9,6 +9,7 @@ from `fsdp_post_all_gather`. How pieces are written is in `writing`.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ from transformer_engine.pytorch.tensor.writing import (
     ShardRanks,
     codes_around,
     is_in_weight,
+    is_kept,
     ranks_of,
+    shares_scale,
     takes_amax,
 )
 
@@ -39,11 +42,8 @@ def _cuts(x: QuantizedTensor, rows: int) -> bool:
 
 def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     """The piece of these rows. It shares memory with `x`, and the scale where there is one."""
-    codes, scales, *others = x.parts
-    assert codes is not None and scales is not None
-    block = layout_of(x._format).block
-    if block is not None:
-        scales = scales[start // block[0] : -(-stop // block[0])]
+    codes, _, *others = x.parts
+    assert codes is not None
     quantizer: Any = x._quantizer
     if ranks_of(x) is None:
         initial = getattr(x, "initial_value", None)
@@ -51,7 +51,14 @@ def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
         layer = () if quantizer.ranks is None else quantizer.ranks.layer
         quantizer = quantizer.over(ShardRanks(part, layer))
     shape, facts = torch.Size((stop - start, x.shape[1])), {**x.facts, "quantizer": quantizer}
-    return x.assembled(shape, [codes[start:stop], scales, *others], facts)
+    return x.assembled(shape, [codes[start:stop], _scales_of(x, start, stop), *others], facts)
+
+
+def _scales_of(x: QuantizedTensor, start: int, stop: int) -> torch.Tensor:
+    """The scales of these rows, in the same memory."""
+    scales, block = x.parts[1], layout_of(x._format).block
+    assert scales is not None
+    return scales if block is None else scales[start // block[0] : -(-stop // block[0])]
 
 
 def alias_of(x: QuantizedTensor) -> QuantizedTensor:
@@ -64,16 +71,18 @@ def alias_of(x: QuantizedTensor) -> QuantizedTensor:
 
 
 def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
-    """The codes of the weight that slices are written with; None where they are values.
+    """The codes that slices say they are from; None where they are values.
 
-    Slices share codes of weights with one scale that this process has as a whole.
+    Slices share codes of weights with one scale, and of the pieces that `fully_shard` keeps.
     """
     codes, whole = x.parts[0], codes_around(x)
     if codes is None or not takes_amax(x) or not codes.is_contiguous():
         return None
-    if whole is None and ranks_of(x) is None:
-        return x._whole if is_in_weight(x) else codes
-    return whole
+    if whole is not None:
+        return whole
+    if is_in_weight(x) or is_kept(x):
+        return codes if x._whole is None else x._whole
+    return codes if ranks_of(x) is None else None
 
 
 def _sliced(x: QuantizedTensor, dim: int, cut: Callable[[torch.Tensor], Any]) -> Any:
@@ -96,7 +105,7 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
         return NotImplemented
     if not getattr(x._quantizer, "writes_weights", False):
         return _split_codes(x, rows)
-    if x.ndim != 2 or codes_around(x) is not None:
+    if x.ndim != 2 or shares_scale(x):
         return _sliced(x, dim, lambda codes: list(codes.split(rows)))
     if not _cuts(x, rows):
         warn_once(
@@ -106,8 +115,8 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
         return NotImplemented
     starts = range(0, x.shape[0], rows)
     pieces = [_rows(x, start, min(start + rows, x.shape[0])) for start in starts]
-    # An alias that autograd does not know: as a view of the weight, the piece refers to it.
-    x._room = pieces[0].mapped(lambda part: part)
+    # Nothing stays of a piece that the user drops: views of it share its quantizer.
+    x._room = rows, weakref.ref(pieces[0]._quantizer)
     whole = _shared_codes(x)
     for piece in pieces:
         piece._whole = whole
@@ -133,26 +142,55 @@ def _slice(
 ) -> Any:
     if step != 1 or not x.ndim:
         return NotImplemented
-    found = _sliced(x, dim, lambda codes: codes[start:end])
-    if found is not NotImplemented or ranks_of(x) is None or dim != 0 or x.ndim != 2:
-        return found
-    begin, stop, _ = slice(start, end).indices(x.shape[0])
-    shorter = stop < x.shape[0]
-    if begin or (shorter and layout_of(x._format).in_blocks):
+    if is_kept(x) and dim == 0 and x.ndim == 2:
+        begin, stop, _ = slice(start, end).indices(x.shape[0])
+        if not begin and _is_piece(x, stop):
+            return _piece(x, stop)
+    return _sliced(x, dim, lambda codes: codes[start:end])
+
+
+def _is_piece(x: QuantizedTensor, rows: int) -> bool:
+    """Whether so many rows of what `fully_shard` keeps are the piece, as those of its first cut."""
+    ranks: Any = ranks_of(x)
+    ranks.rows = ranks.rows or rows
+    return bool(rows == ranks.rows)
+
+
+def _piece(x: QuantizedTensor, rows: int) -> Any:
+    """The piece at the beginning of the room for it."""
+    if rows == x.shape[0]:
+        return alias_of(x)
+    if layout_of(x._format).in_blocks:
         return NotImplemented
-    piece = _rows(x, 0, stop)
-    if shorter:
-        piece._room = x
-    return piece
+    return _rows(x, 0, rows)
 
 
 def room_for(x: QuantizedTensor, size: Sequence[int], options: dict[str, Any]) -> Any:
-    """Zeros to copy a piece to, where one of this size was just made, or has been; else None."""
-    room, x._room = x._room, None
+    """Zeros to copy a piece to, where one of this size was just made, or has been; else None.
+
+    They have the scale of the weight: a rank without rows gathers codes of others.
+    """
     asked = {name for name, value in options.items() if value is not None}
-    if room is None or room.shape != torch.Size(size) or asked - {"pin_memory"}:
+    rows, writer = _next_room(x)
+    if writer is None or tuple(size) != (rows, x.shape[1]) or asked - {"pin_memory"}:
         return None
-    return room.mapped(torch.zeros_like)
+    if not is_kept(x):
+        writer = writer.over(ShardRanks(writer.ranks.initial, writer.ranks.layer, room=rows))
+    codes: Any = x.parts[0]
+    return writer.holding(codes.new_zeros(size), _scales_of(x, 0, rows).clone(), x.dtype)
+
+
+def _next_room(x: QuantizedTensor) -> tuple[int, Any]:
+    """Rows that `fully_shard` may ask for, and what writes them; None where it asks for none.
+
+    It does after it has cut a weight, and again for a piece with fewer rows than others have.
+    """
+    if is_kept(x):
+        ranks: Any = ranks_of(x)
+        fewer = x.ndim == 2 and x.shape[0] < ranks.room
+        return ranks.room, x._quantizer if fewer else None
+    (rows, writer), x._room = x._room, QuantizedTensor._room
+    return rows, writer()
 
 
 def _as_strided(

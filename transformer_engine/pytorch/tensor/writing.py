@@ -36,6 +36,8 @@ class ShardRanks:
         layer: groups that share the layer, each rank with a part of the weight.
         groups: of `fully_shard`, which cuts such a part again; None until they are known, () where
             it has cut nothing.
+        room: rows of the memory in which `fully_shard` keeps a piece, as many on all ranks; None
+            where the piece is a view of the weight.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class ShardRanks:
         initial: Any = None,
         layer: tuple[Any, ...] = (),
         groups: tuple[Any, ...] | None = None,
+        room: int | None = None,
     ) -> None:
-        self.initial, self.layer, self.groups = initial, layer, groups
+        self.initial, self.layer, self.groups, self.room = initial, layer, groups, room
+        self.rows = 0  # of the piece that is kept, once it is cut
 
     def reduce(self, amaxes: torch.Tensor, label: str) -> torch.Tensor:
         """Reduce magnitudes of pieces to those of whole weights, in place.
@@ -85,11 +89,11 @@ def shares_scale(tensor: QuantizedTensor) -> bool:
 
 
 def codes_around(tensor: QuantizedTensor) -> torch.Tensor | None:
-    """The codes of the weight that a slice is written with; None of what has all its codes."""
+    """The codes that a slice has some of; None of what has all its codes."""
     whole = tensor._whole
     if whole is None or whole.numel() == tensor.numel():
         return None
-    return whole if is_in_weight(tensor) else None
+    return whole if is_in_weight(tensor) or is_kept(tensor) else None
 
 
 def is_in_weight(tensor: QuantizedTensor) -> bool:
@@ -97,9 +101,13 @@ def is_in_weight(tensor: QuantizedTensor) -> bool:
     whole, ranks = tensor._whole, scale_ranks_of(tensor)
     if whole is None or (ranks is not None and ranks.groups):
         return False
-    if ranks is not None and ranks.groups is None and whole.numel() == tensor.numel():
-        return False  # a view of a piece that `fully_shard` has
-    return same_storage(whole, tensor.parts[0])  # type: ignore[arg-type]
+    return not is_kept(tensor) and same_storage(whole, tensor.parts[0])  # type: ignore[arg-type]
+
+
+def is_kept(tensor: QuantizedTensor) -> bool:
+    """Whether a tensor is what `fully_shard` keeps of a weight, or a view of that."""
+    ranks = scale_ranks_of(tensor)
+    return ranks is not None and ranks.room is not None
 
 
 def alone(tensor: QuantizedTensor) -> QuantizedTensor:
@@ -179,7 +187,7 @@ def _scaled(
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """Tensors that `takes_amax`, their values and largest magnitudes; others are written here."""
     pieces: dict[Any, tuple[ShardRanks, list[tuple[Any, torch.Tensor, torch.Tensor]]]] = {}
-    checked = [tensor.writable(value) for tensor, value in zip(tensors, values, strict=True)]
+    checked = [_writable(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
     for tensor, plain, own in zip(tensors, checked, known, strict=True):
         if tensor.is_meta:
             continue
@@ -203,6 +211,18 @@ def _scaled(
         reduced = ranks.reduce(amaxes, found[0][0].label)
         for (tensor, plain, _), largest in zip(found, reduced.split(1), strict=True):
             yield tensor, plain, largest
+
+
+def _writable(tensor: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
+    """Values as a tensor takes them, if it may be written by itself."""
+    whole = codes_around(tensor)
+    if whole is not None and is_kept(tensor):
+        raise RuntimeError(
+            f"[fully_shard] expected the piece of {tensor.label} to be written as a whole, got a "
+            f"slice of {tensor.numel()} of its {whole.numel()} values: all pieces have one scale, "
+            "which all ranks find together; let all of them assign piece[i:j] = values"
+        )
+    return tensor.writable(values)
 
 
 def _write_slice(
