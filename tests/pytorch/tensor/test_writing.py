@@ -15,6 +15,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
+from transformer_engine.pytorch.optimizers import parts
 from transformer_engine.pytorch.tensor.writing import write
 
 RECIPES = pytest.mark.parametrize("recipe", [DelayedScaling(), Float8BlockScaling()])
@@ -315,6 +316,22 @@ def test_optimizers_step_slices_of_zeros_by_little(device: str) -> None:
     part.grad = torch.full_like(part, 1e-9)
     torch.optim.SGD([part], lr=1e-30).step()
     assert weight.dequantize().abs().max() < 1e-38
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("cut", ["w[:16]", "w.view(-1)"])
+def test_fused_optimizers_step_no_slices_beside_other_processes(
+    name: str, cut: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = a_weight(device)
+    part = torch.nn.Parameter(eval(cut, {"w": weight.detach()}))
+    part.grad, weight.grad = torch.ones_like(part), torch.ones_like(weight)
+    options: dict[str, Any] = {"master_weights": True} if name == "FusedAdam" else {}
+    one, other = (getattr(te.optimizers, name)([x], lr=1e-2, **options) for x in (part, weight))
+    monkeypatch.setattr(parts, "group_or_world_size", lambda group: 2)
+    with pytest.raises(NotImplementedError, match=rf"\[{name}\] expected FP8 weights as a whole"):
+        one.step()
+    other.step()
 
 
 def test_a_view_that_takes_other_values_over_knows_when_they_are_written(device: str) -> None:

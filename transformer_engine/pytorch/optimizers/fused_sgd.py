@@ -9,6 +9,7 @@ import torch
 from torch.optim.sgd import sgd
 
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.parts import part_of
 
 _MOMENTUM = "momentum_buffer"  # as torch's states call it
 _SETTINGS = (
@@ -105,6 +106,7 @@ class FusedSGD(torch.optim.SGD):
 
         Raises:
             RuntimeError: sparse gradients, where the fused kernel steps.
+            NotImplementedError: a slice of an FP8 weight where there are several processes.
         """
         loss = None
         if closure is not None:
@@ -135,6 +137,8 @@ class FusedSGD(torch.optim.SGD):
 
     def _step(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Step parameters that all have momenta, or none of them."""
+        for parameter in parameters:
+            part_of(parameter, "FusedSGD")  # refuses slices that other processes know nothing of
         has_momenta = group["momentum"] != 0
         states = [self.state[parameter] for parameter in parameters] if has_momenta else []
         momenta = [state.get(_MOMENTUM) for state in states]

@@ -29,8 +29,12 @@ class Part(NamedTuple):
     piece: QuantizedTensor | None
 
 
-def part_of(parameter: torch.Tensor) -> Part:
+def part_of(parameter: torch.Tensor, optimizer: str = "FusedAdam") -> Part:
     """What this rank has of a parameter; gradients are off.
+
+    Args:
+        parameter: whole, or a DTensor.
+        optimizer: whose it is, for messages.
 
     Raises:
         NotImplementedError: a slice of an FP8 weight where there are other processes, which may
@@ -40,8 +44,8 @@ def part_of(parameter: torch.Tensor) -> Part:
     piece = piece_of(parameter) if isinstance(local, QuantizedTensor) else None
     if piece is not None and _is_slice(piece) and group_or_world_size(None) > 1:
         raise NotImplementedError(
-            f"[FusedAdam] expected FP8 weights as a whole where there are several processes, got a"
-            f" slice of {piece.label}: all slices have one scale, which no process would tell the"
+            f"[{optimizer}] expected FP8 weights as a whole where there are several processes, got"
+            f" a slice of {piece.label}: all slices have one scale, which no process would tell the"
             " others. In Megatron-Core, leave out use_precision_aware_optimizer, or take a recipe"
             " other than delayed scaling"
         )
