@@ -291,7 +291,10 @@ def overwrite(
         # Views of codes that were made below autograd count their writes separately.
         if tensor._whole is not None and not tensor._whole.is_inference():
             written.append(tensor._whole)
-    if targets:
+    if torch.compiler.is_compiling():  # which has no call for several views
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    elif targets:
         torch._foreach_copy_(targets, sources)
     if written:
         # Below autograd nothing else tells aliases, and graphs that have saved the codes.
