@@ -22,11 +22,13 @@ import torch
 
 from nvdlfw_inspect.utils import refuse_misspelt
 from transformer_engine import _absent, _env
+from transformer_engine._flags import is_flag
 
 T = TypeVar("T", bound=type)
 
 _GEMM_KINDS = 3
 _LARGEST_MARGIN = 126  # 2^margin and its inverse are normal floats
+_LARGEST_EPSILON = torch.finfo(torch.float32).max
 
 
 class _FormatRange(NamedTuple):
@@ -51,12 +53,27 @@ class _Checked:
     _typed: ClassVar[list[tuple[str, type, str]]] = []  # fields, types, and what is expected
 
     def __post_init__(self) -> None:
-        for name, types, expected in self._typed:
+        for name, kind, expected in self._typed:
             value = getattr(self, name)
-            if types is bool and type(value) is not bool and value in (True, False, None):
-                object.__setattr__(self, name, bool(value))  # what scripts have for these
-            else:
-                self._expect(name, isinstance(value, types), expected)
+            if not isinstance(value, kind):
+                self._convert(name, kind, value, expected)
+
+    def _convert(self, name: str, kind: type, value: Any, expected: str) -> None:
+        """Store what scripts have for a flag as a bool, and a number of any library as a float."""
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        fits = is_flag(value) if kind is bool else kind is float and number
+        self._expect(name, fits, expected)
+        object.__setattr__(self, name, kind(value))
+
+    def _take_int(self, name: str, allowed: range, expected: str) -> None:
+        """Check a number of any library, and store it as an int."""
+        value = getattr(self, name)
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        self._expect(name, number is not None and number in allowed, expected)
+        object.__setattr__(self, name, number)
 
     def _expect(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
@@ -79,6 +96,11 @@ class QParams(_Checked):
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = 0.0 <= self.amax_epsilon <= _LARGEST_EPSILON
+        self._expect("amax_epsilon", fits, "a finite number >= 0")
 
 
 def _tolerant(recipe: T) -> T:
@@ -191,24 +213,15 @@ class DelayedScaling(Recipe):
         self._expect("scaling_factor_compute_algo", known, "a callable or None")
         flags = self.override_linear_precision
         three = isinstance(flags, tuple | list) and len(flags) == _GEMM_KINDS
+        three = three and all([is_flag(flag) for flag in flags])
         self._expect("override_linear_precision", three, "three flags, (fprop, dgrad, wgrad)")
-        object.__setattr__(self, "override_linear_precision", tuple(flags))  # has a hash
+        object.__setattr__(self, "override_linear_precision", tuple([bool(f) for f in flags]))
         if any(flags):
             warnings.warn(
                 "DelayedScaling: override_linear_precision is accepted but has no effect; the "
                 "debugger's DisableFP8GEMM runs chosen GEMMs in high precision",
                 stacklevel=4,
             )
-
-    def _take_int(self, name: str, allowed: range, expected: str) -> None:
-        """Check a number of any library, and store it as an int."""
-        value = getattr(self, name)
-        try:
-            number = None if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            number = None
-        self._expect(name, number is not None and number in allowed, expected)
-        object.__setattr__(self, name, number)
 
 
 @_tolerant
@@ -308,9 +321,8 @@ class Float8BlockScaling(Recipe):
         wide = []
         for kind in ("x", "w", "grad"):
             name = f"{kind}_block_scaling_dim"
-            dimension = getattr(self, name)
-            self._expect(name, dimension in (1, 2), "1 or 2")
-            wide += [name] if dimension == 2 else []
+            self._take_int(name, range(1, 3), "1 or 2")
+            wide += [name] if getattr(self, name) == 2 else []
         if len(wide) > 1:
             raise ValueError(
                 f"[Float8BlockScaling] expected {' and '.join(wide)} to be 2 for one kind of tensor"
@@ -326,7 +338,7 @@ class Float8BlockScaling(Recipe):
 # By annotation: the types of values, and how messages name them.
 _TYPES: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
-    "float": (numbers.Real, "a number"),
+    "float": (float, "a number"),
     "MMParams": (MMParams, "an MMParams, such as MMParams()"),
     "QParams": (QParams, "a QParams, such as QParams()"),
 }

@@ -106,6 +106,16 @@ def test_bad_values_are_refused_at_construction(arguments: dict, message: str) -
         (QParams, {"power_2_scale": "no"}, "power_2_scale to be True or False"),
         (QParams, {"amax_epsilon": "1e-3"}, "amax_epsilon to be a number"),
         (MMParams, {"use_split_accumulator": ""}, "use_split_accumulator to be True or False"),
+        (MMParams, {"use_split_accumulator": torch.tensor(True)}, "use_split_accumulator to be"),
+        (DelayedScaling, {"fp8_mha": np.array([1])}, r"fp8_mha to be True or False, got array"),
+        (DelayedScaling, {"fp8_mha": torch.ones(2)}, r"fp8_mha to be True or False, got tensor"),
+        (DelayedScaling, {"override_linear_precision": ("no", 0, 0)}, "override_linear_precision"),
+        (Float8BlockScaling, {"w_block_scaling_dim": 2.0}, "w_block_scaling_dim to be 1 or 2"),
+        (Float8BlockScaling, {"x_block_scaling_dim": True}, "x_block_scaling_dim to be 1 or 2"),
+        (QParams, {"amax_epsilon": True}, "amax_epsilon to be a number, got True"),
+        (QParams, {"amax_epsilon": -1}, "amax_epsilon to be a finite number >= 0, got -1.0"),
+        (QParams, {"amax_epsilon": float("nan")}, "amax_epsilon to be a finite number >= 0"),
+        (QParams, {"amax_epsilon": 1e39}, "amax_epsilon to be a finite number >= 0"),
     ],
 )
 def test_fields_of_other_types_are_refused(kind: type, arguments: dict, expected: str) -> None:
@@ -116,6 +126,10 @@ def test_fields_of_other_types_are_refused(kind: type, arguments: dict, expected
 def test_what_scripts_have_for_flags_is_taken() -> None:
     assert DelayedScaling(interval=-1, fp8_dpa=0, fp8_mha=None) == DelayedScaling(interval=-1)
     assert MMParams(use_split_accumulator=1) == MMParams(use_split_accumulator=np.True_)
+    assert type(QParams(amax_epsilon=np.float32(0.5)).amax_epsilon) is float
+    assert type(Float8BlockScaling(x_block_scaling_dim=np.int64(1)).x_block_scaling_dim) is int
+    flags = DelayedScaling(override_linear_precision=(0, np.False_, None)).override_linear_precision
+    assert flags == (False, False, False)
 
 
 def test_flags_of_autocasts_are_no_words() -> None:
@@ -128,6 +142,11 @@ def test_flags_of_autocasts_are_no_words() -> None:
     for value in (True, 1, None, np.True_):
         te.autocast(enabled=value, calibrating=value)
         te.fp8_model_init(enabled=value)
+    for value in (torch.tensor(True), torch.ones(2), np.array([1]), np.array([1, 0]), 1.0):
+        with pytest.raises(TypeError, match=r"\[autocast\] expected enabled to be True or False"):
+            te.autocast(enabled=value)
+        with pytest.raises(TypeError, match="expected enabled to be True or False"):
+            te.fp8_model_init(enabled=value)
 
 
 def test_override_linear_precision_is_accepted_with_a_warning() -> None:

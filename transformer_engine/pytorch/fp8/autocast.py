@@ -6,6 +6,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any
 
+from transformer_engine._flags import is_flag
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.fp8.autocast_stack import enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
@@ -47,12 +48,13 @@ def scope_of(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any
     return Scope(enabled, calibrating, checked_recipe(recipe), group)
 
 
-def check_flags(op: str, **values: Any) -> None:
-    """Raise TypeError unless every argument is True or False, or what scripts have for these."""
+def checked_flags(op: str, **values: Any) -> list[bool]:
+    """The arguments as bools. Raises TypeError unless all are flags, see `is_flag`."""
     for name, value in values.items():
-        if value not in (True, False, None):
+        if not is_flag(value):
             recipe = ": pass a recipe by keyword, recipe=..." if isinstance(value, Recipe) else ""
             raise TypeError(f"[{op}] expected {name} to be True or False, got {value!r}{recipe}")
+    return [bool(value) for value in values.values()]
 
 
 class autocast(ContextDecorator):
@@ -85,7 +87,9 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        check_flags(type(self).__name__, enabled=enabled, calibrating=calibrating)
+        enabled, calibrating = checked_flags(
+            type(self).__name__, enabled=enabled, calibrating=calibrating
+        )
         self._scope = scope_of(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.fp8.autocast import check_flags
+from transformer_engine.pytorch.fp8.autocast import checked_flags
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import find_rules, recipe_names
 
@@ -83,14 +83,14 @@ class quantized_model_init(ContextDecorator):
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        check_flags(
+        enabled, preserve = checked_flags(
             type(self).__name__,
             enabled=enabled,
             preserve_high_precision_init_val=preserve_high_precision_init_val,
         )
         if enabled and recipe is not None:
             _check(recipe)
-        self._init = ModelInit(enabled, recipe, preserve_high_precision_init_val)
+        self._init = ModelInit(enabled, recipe, preserve)
 
     def __enter__(self) -> None:
         stack = autocast_stack()
