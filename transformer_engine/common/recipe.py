@@ -113,13 +113,14 @@ def _tolerant(recipe: T) -> T:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - known)
-        refuse_misspelt(recipe.__name__, unknown, known)
         if unknown:
+            refuse_misspelt(recipe.__name__, unknown, known)
             warnings.warn(
                 f"{recipe.__name__}: ignoring unknown keyword(s) {', '.join(unknown)}",
                 stacklevel=2,
             )
-        strict_init(self, *args, **{k: v for k, v in kwargs.items() if k in known})
+            kwargs = {k: v for k, v in kwargs.items() if k in known}
+        strict_init(self, *args, **kwargs)
 
     __init__.__signature__ = inspect.signature(strict_init)  # type: ignore[attr-defined]
     recipe.__init__ = __init__  # type: ignore[misc]
