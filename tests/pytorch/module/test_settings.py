@@ -99,7 +99,7 @@ def test_is_that_of_copies(kind, name, precision):
     for one in copies:
         assert_same(step(one, precision), expected)
         value = getattr(one, name)
-        setattr(one, name, "gelu" if name == "activation" else value / 2)
+        setattr(one, name, {"relu": "gelu", 10.0: 5.0, True: False}[value])
         assert getattr(module, name) == value
     chains = [module.chain, *[one.chain for one in copies]]
     assert len({id(chain) for chain in chains}) == 3
@@ -194,6 +194,12 @@ def test_values_that_cannot_be_change_nothing():
         ("eps", "1", TypeError, r"\[LayerNormMLP\] expected eps to be a number, got '1'"),
         ("activation", "swiglu", ValueError, r"for the sizes of FC1, got 'swiglu' \(layer mlp\)"),
         ("activation", "none", NotImplementedError, "none"),
+        ("activation", torch.nn.ReLU(), TypeError, "no parameter and no module, got ReLU .layer"),
+        ("eps", torch.nn.Parameter(torch.ones(())), TypeError, "eps to be no parameter and no mod"),
+        ("zero_centered_gamma", "no", TypeError, "zero_centered_gamma to be True or False, got 'n"),
+        ("return_layernorm_output", "no", TypeError, r"True or False, got 'no' \(layer mlp\)"),
+        ("normalization", "RMSNorm", ValueError, "expected normalization='LayerNorm' to stay"),
+        ("delay_wgrad_compute", True, ValueError, "delay_wgrad_compute=False to stay, as the"),
     ):
         before = getattr(module, name)
         with pytest.raises(error, match=text):
@@ -204,9 +210,29 @@ def test_values_that_cannot_be_change_nothing():
         limited.activation = "swiglu"
     assert limited.activation == "clamped_swiglu"
     assert_same(step(module, "high precision"), expected)
-    inside = build().layernorm_mlp
-    with pytest.raises(ValueError, match="expected return_layernorm_output=False to stay"):
-        inside.return_layernorm_output = True
+    with pytest.raises(TypeError, match=r"\[Linear\] expected save_original_input to be True or"):
+        make(te.Linear).save_original_input = "no"
+
+
+@pytest.mark.parametrize("name", ["return_layernorm_output", "return_bias"])
+def test_results_that_a_layer_unpacks_stay(name):
+    layer = build()
+    for inside in (layer.self_attention.layernorm_qkv, layer.layernorm_mlp):
+        before = getattr(inside, name)
+        setattr(inside, name, before)
+        with pytest.raises(ValueError, match=f"expected {name}={before} to stay"):
+            setattr(inside, name, not before)
+
+
+def test_that_was_deleted_is_that_of_the_next_call():
+    module, made = make(te.LayerNormLinear), make(te.LayerNormLinear, eps=10.0)
+    del module.eps
+    assert not hasattr(module, "eps")
+    with pytest.raises(TypeError, match="expected eps to be a number"):
+        module.eps = "10"
+    assert not hasattr(module, "eps")
+    module.eps = 10.0
+    assert_same(step(module, "high precision"), step(made, "high precision"))
 
 
 @pytest.mark.parametrize("attention_type", ["self", "cross"])
@@ -266,13 +292,15 @@ class LearnsEpsilon(te.RMSNorm):
         super().__setattr__(name, value)
 
 
+class HasActivation(te.LayerNormMLP):
+    """Has a module where others have a setting."""
+
+
 def test_a_subclass_may_have_a_parameter_or_a_module_in_place_of_a_setting():
     assert dict(LearnsEpsilon(32).named_parameters()).keys() == {"weight", "eps"}
-    module = make(te.LayerNormMLP)
+    module = make(HasActivation)
     module.activation = torch.nn.GELU()
     assert module.activation is module._modules["activation"]
-    del module.eps
-    assert not hasattr(module, "eps")
 
 
 def test_replicas_have_settings_of_their_own():

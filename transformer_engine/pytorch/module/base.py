@@ -41,7 +41,7 @@ from transformer_engine.pytorch.module.inputs import (
 )
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import HasParameters, matrices_of
-from transformer_engine.pytorch.module.settings import BuildsChain, setting
+from transformer_engine.pytorch.module.settings import BuildsChain, flag_setting
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.groups import (
     SharedByRanks,
@@ -70,7 +70,7 @@ class TransformerEngineBaseModule(
         sequence_parallel: each rank has a part of the tokens outside the parallel region.
     """
 
-    sequence_parallel: bool = setting(lambda module, value: bool(value) and module.ranks.size > 1)
+    sequence_parallel: bool = flag_setting(lambda module, on: on and module.ranks.size > 1)
     return_bias: bool
     first_microbatch: bool | None = None  # instead of the caller's `is_first_microbatch`
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
@@ -104,6 +104,10 @@ class TransformerEngineBaseModule(
         super().rebuild_chain()
         if self.ranks.sequence != before:
             self._parameter_set.mark(self, "sequence_parallel", self.ranks.sequence)
+
+    def fixed_settings(self) -> tuple[str, ...]:
+        """See `HasSettings`."""
+        return ("delay_wgrad_compute",)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """The parameters of the chain; and the last bias of the module, for `return_bias`."""

@@ -40,7 +40,7 @@ from transformer_engine.pytorch.module.parameters import (
     params_dtype_of,
     tensors_of,
 )
-from transformer_engine.pytorch.module.settings import setting
+from transformer_engine.pytorch.module.settings import flag_setting, setting
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 
 
@@ -189,7 +189,7 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         return activation
 
     activation: str = setting(_checked_activation)
-    fuse_wgrad_accumulation: bool = setting()
+    fuse_wgrad_accumulation: bool = flag_setting()
 
     def _build_chain(self) -> Chain:
         request_overlap(self, "column", "row")

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.module.parameters import (
     sections_of,
     split_sizes,
 )
-from transformer_engine.pytorch.module.settings import setting
+from transformer_engine.pytorch.module.settings import flag_setting, setting
 
 
 class SingleGemmModule(TransformerEngineBaseModule):
@@ -49,7 +49,7 @@ class SingleGemmModule(TransformerEngineBaseModule):
             )
         return fuse_wgrad_accumulation
 
-    fuse_wgrad_accumulation: bool = setting(_checked_fusing)
+    fuse_wgrad_accumulation: bool = flag_setting(_checked_fusing)
 
     def _gemm_stages(
         self, gathered_tap: bool = False, save_original_input: bool = False
@@ -115,8 +115,10 @@ class Linear(SingleGemmModule):
     """
 
     _shown = ("in_features", "out_features", "use_bias")
-    parallel_mode: str | None = setting(lambda _, mode: parallel_mode_of(mode, "Linear"))
-    save_original_input: bool = setting()
+    parallel_mode: str | None = setting(
+        lambda module, mode: parallel_mode_of(mode, type(module).__name__)
+    )
+    save_original_input: bool = flag_setting()
 
     def __init__(
         self,

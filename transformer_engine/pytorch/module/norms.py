@@ -28,7 +28,7 @@ from transformer_engine.pytorch.module.parameters import (
     params_dtype_of,
     tensors_of,
 )
-from transformer_engine.pytorch.module.settings import setting
+from transformer_engine.pytorch.module.settings import HasSettings, flag_setting, setting
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallel.summed_gradients import with_summed_gradients
@@ -61,7 +61,7 @@ def checked_eps(module: Any, eps: float) -> float:
     return eps
 
 
-class Normalizes:
+class Normalizes(HasSettings):
     """Base of modules with a norm.
 
     Attributes:
@@ -70,7 +70,7 @@ class Normalizes:
     """
 
     eps: float = setting(checked_eps)
-    zero_centered_gamma: bool = setting()
+    zero_centered_gamma: bool = flag_setting()
 
 
 class NormalizesFirst(Normalizes):
@@ -85,18 +85,13 @@ class NormalizesFirst(Normalizes):
     sequence_parallel: bool
     _returns_input: bool
 
-    def _checked_tap(self, value: bool) -> bool:
-        own = vars(self)
-        if own.get("chain") and self._returns_input and value != self.return_layernorm_output:
-            raise ValueError(
-                f"[{type(self).__name__}] expected return_layernorm_output={not value} to stay, as"
-                " return_input=True gives a layer around it what its residual connection adds"
-                f" (layer {own['_name']})"
-            )
-        return value
+    return_layernorm_output: bool = flag_setting()
+    return_layernorm_output_gathered: bool = flag_setting()
 
-    return_layernorm_output: bool = setting(_checked_tap)
-    return_layernorm_output_gathered: bool = setting()
+    def fixed_settings(self) -> tuple[str, ...]:
+        """See `HasSettings`; layers around this one unpack what comes with the input."""
+        results = ("return_bias", "return_layernorm_output") if self._returns_input else ()
+        return (*super().fixed_settings(), "normalization", *results)
 
     def _norm_stage(self, mode: str | None) -> tuple[Norm, bool]:
         """The norm, and whether the chain returns its output after it was gathered."""

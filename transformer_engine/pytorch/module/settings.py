@@ -7,11 +7,51 @@ from typing import Any
 
 from torch import nn
 
+from transformer_engine._flags import is_flag
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.plan import PlanCache
+from transformer_engine.pytorch.module.arguments import in_layer
 
 
-class BuildsChain:
+class HasSettings:
+    """Base of modules with settings."""
+
+    def rebuild_chain(self) -> None:
+        """Act on a setting that has changed."""
+        raise NotImplementedError
+
+    def fixed_settings(self) -> tuple[str, ...]:
+        """Names of attributes that the constructor alone sets."""
+        return ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """See `torch.nn.Module`. Raises where the value would have no effect."""
+        if "chain" in self.__dict__ and name in self.fixed_settings():
+            self._refuse_change(name, value)
+        if isinstance(value, nn.Module | nn.Parameter):
+            self._refuse_registered(name, value)
+        super().__setattr__(name, value)
+
+    def _refuse_change(self, name: str, value: Any) -> None:
+        before = getattr(self, name)
+        if value != before:
+            raise ValueError(
+                f"[{type(self).__name__}] expected {name}={before!r} to stay, as the constructor"
+                f" builds the layer for it, got {value!r}{_in_layer_of(self)}"
+            )
+
+    def _refuse_registered(self, name: str, value: object) -> None:
+        """Torch would register it in place of the setting, as subclasses of users may mean."""
+        kind = type(self)
+        ours = kind.__module__.startswith("transformer_engine.")
+        if ours and isinstance(getattr(kind, name, None), Setting):
+            raise TypeError(
+                f"[{kind.__name__}] expected {name} to be no parameter and no module, got"
+                f" {type(value).__name__}{_in_layer_of(self)}"
+            )
+
+
+class BuildsChain(HasSettings):
     """Base of modules that build their chain from settings."""
 
     chain: Chain
@@ -42,11 +82,15 @@ class BuildsChain:
         self._plans.clear()
 
 
-class _Setting:
+def _in_layer_of(module: Any) -> str:
+    return in_layer(getattr(module, "name", None))
+
+
+class Setting:
     """The module has the value in its dict, as any other attribute."""
 
-    def __init__(self, checked: Callable[[Any, Any], Any] | None) -> None:
-        self._checked = checked
+    def __init__(self, checked: Callable[[Any, Any], Any] | None, flag: bool) -> None:
+        self._checked, self._flag = checked, flag
         self._name = ""
 
     def __set_name__(self, owner: type[nn.Module], name: str) -> None:
@@ -65,19 +109,29 @@ class _Setting:
 
     def __set__(self, module: Any, value: Any) -> None:
         own, name = module.__dict__, self._name
+        if self._flag:
+            value = self._as_bool(module, value)
         if self._checked is not None:
             value = self._checked(module, value)
         before = own.get(name, self)
         if value == before:
             return
         own[name] = value
-        if before is self:  # the constructor sets it
-            return
         try:
             module.rebuild_chain()
         except Exception:  # no chain can be built
             own[name] = before
+            if before is self:
+                del own[name]
             raise
+
+    def _as_bool(self, module: Any, value: Any) -> bool:
+        if not is_flag(value):
+            raise TypeError(
+                f"[{type(module).__name__}] expected {self._name} to be True or False, got"
+                f" {value!r}{_in_layer_of(module)}"
+            )
+        return bool(value)
 
 
 def setting(checked: Callable[[Any, Any], Any] | None = None) -> Any:
@@ -87,11 +141,16 @@ def setting(checked: Callable[[Any, Any], Any] | None = None) -> Any:
         checked: called with the module and a value that is set; returns what the module has then,
             or raises.
     """
-    return _Setting(checked)
+    return Setting(checked, flag=False)
+
+
+def flag_setting(checked: Callable[[Any, bool], bool] | None = None) -> Any:
+    """A `setting` that is True or False."""
+    return Setting(checked, flag=True)
 
 
 def own_settings(module: nn.Module) -> dict[str, Any]:
     """The settings of a module by name, without those that say how ranks share it."""
     kinds = type(module).__mro__
-    names = {n for kind in kinds for n, one in vars(kind).items() if isinstance(one, _Setting)}
+    names = {n for kind in kinds for n, one in vars(kind).items() if isinstance(one, Setting)}
     return {name: getattr(module, name) for name in names - {"parallel_mode", "sequence_parallel"}}

@@ -9,7 +9,7 @@ from transformer_engine.pytorch.module.l2norm import L2Normalization as _L2Norma
 from transformer_engine.pytorch.module.layernorm import LayerNorm as _LayerNorm
 from transformer_engine.pytorch.module.norms import checked_eps
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm as _RMSNorm
-from transformer_engine.pytorch.module.settings import setting
+from transformer_engine.pytorch.module.settings import HasSettings, setting
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
@@ -21,7 +21,7 @@ class RMSNorm(_RMSNorm, FusibleOperation):
     """`transformer_engine.pytorch.RMSNorm`, as an operation."""
 
 
-class L2Normalization(FusibleOperation):
+class L2Normalization(HasSettings, FusibleOperation):
     """`y = x / sqrt(sum(x^2) + eps)` over the last axis, in fp32. It has no parameters.
 
     Args:
