@@ -119,6 +119,49 @@ def test_weights_kept_in_fp8(device: str) -> None:
     again.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fuse_wgrad_accumulation", True), ("save_original_input", True), ("parallel_mode", "row")],
+)
+def test_settings_are_those_of_the_next_call(name: str, value: object) -> None:
+    made = te.GroupedLinear(3, 32, 48, device="cpu", **{name: value})
+    late = te.GroupedLinear(3, 32, 48, device="cpu")
+    late.load_state_dict(made.state_dict())
+    setattr(late, name, value)
+    x, results = torch.randn(sum(SPLITS), 32), []
+    for grouped in (made, late):
+        assert [getattr(one, name) for one in (grouped, *grouped.parts())] == [value] * 4
+        for parameter in grouped.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        with te.autocast(recipe=Float8CurrentScaling()):
+            y = grouped(x, SPLITS)
+        y.sum().backward()
+        assert (grouped.weight0.grad is None) == (name == "fuse_wgrad_accumulation")
+        results.append([y, grouped.weight0.main_grad])
+    for ours, theirs in zip(*results, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["return_bias", "delay_wgrad_compute"])
+def test_settings_that_stay(name: str) -> None:
+    grouped = te.GroupedLinear(2, 16, 16, device="cpu", name="experts")
+    text = rf"^\[GroupedLinear\] expected {name}=False to stay, .* got True \(layer experts.gemm_0"
+    with pytest.raises(ValueError, match=text):
+        setattr(grouped, name, True)
+    assert getattr(grouped, name) is False
+    assert grouped(torch.ones(4, 16), [2, 2]).shape == (4, 16)
+
+
+def test_sums_of_outputs_have_each_bias_once() -> None:
+    arguments: dict = {"device": "cpu", "tp_size": 2}
+    with pytest.raises(ValueError, match="expected bias=False or return_bias=True with parallel_m"):
+        te.GroupedLinear(2, 16, 16, parallel_mode="row", **arguments)
+    grouped = te.GroupedLinear(2, 16, 16, **arguments)
+    with pytest.raises(ValueError, match="the sum over 2 ranks would have each bias as often"):
+        grouped.parallel_mode = "row"
+    assert grouped.parallel_mode is None
+
+
 def test_names_of_parts(device: str) -> None:
     grouped = te.GroupedLinear(2, 16, 16, device=device, name="experts")
     te.gemm_report(reset=True)

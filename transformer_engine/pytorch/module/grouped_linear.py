@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -16,6 +17,7 @@ from transformer_engine.pytorch.module.inputs import check_features, check_plain
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import ParameterSpec
+from transformer_engine.pytorch.module.settings import Setting
 
 
 class _Part(Linear):
@@ -23,8 +25,37 @@ class _Part(Linear):
 
     _joins = False
 
+    def _build_chain(self) -> Chain:
+        biased = self.use_bias and not self.return_bias
+        if self.parallel_mode == "row" and self.ranks.size > 1 and biased:
+            raise ValueError(
+                "[GroupedLinear] expected bias=False or return_bias=True with parallel_mode='row':"
+                f" the sum over {self.ranks.size} ranks would have each bias as often (layer"
+                f" {self.name})"
+            )
+        return super()._build_chain()
+
+    def fixed_settings(self) -> tuple[str, ...]:
+        """See `HasSettings`."""
+        return (*super().fixed_settings(), "return_bias")
+
 
 _Part.__name__ = "GroupedLinear"  # messages name what users have made
+
+
+class _OfParts(Setting):
+    """The parts have the value."""
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        return self if module is None else getattr(module.parts()[0], self._name)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        for part in module.parts():
+            setattr(part, self._name, value)
+
+
+def _of_parts() -> Any:
+    return _OfParts(None, flag=False)
 
 
 class _SetsOfParts:
@@ -92,6 +123,11 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     _shown = ("num_gemms", "in_features", "out_features", "use_bias")
     joint_state = True
+    delay_wgrad_compute: bool = _of_parts()
+    fuse_wgrad_accumulation: bool = _of_parts()
+    parallel_mode: str | None = _of_parts()
+    return_bias: bool = _of_parts()
+    save_original_input: bool = _of_parts()
 
     def __init__(
         self,
@@ -123,18 +159,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.sequence_parallel = sequence_parallel
-        self.parallel_mode = parallel_mode_of(parallel_mode, "GroupedLinear")
-        shared = SharedLinear(self.parallel_mode, self.ranks)
-        if self.parallel_mode == "row" and self.ranks.size > 1 and bias and not return_bias:
-            raise ValueError(
-                "[GroupedLinear] expected bias=False or return_bias=True with parallel_mode='row':"
-                f" the sum over {self.ranks.size} ranks would have each bias as often (layer"
-                f" {self.name})"
-            )
+        shared = SharedLinear(parallel_mode_of(parallel_mode, "GroupedLinear"), self.ranks)
         self.num_gemms, self.use_bias = num_gemms, bias
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
-        self.return_bias, self.delay_wgrad_compute = return_bias, delay_wgrad_compute
         self.ub_name = arguments.get("ub_name")
         self._parts = tuple(
             _Part(
@@ -182,16 +210,6 @@ class GroupedLinear(TransformerEngineBaseModule):
                 direction: _cut(state, i, len(self._parts)) for direction, state in scaling.items()
             }
             part.drop_plans()
-
-    @property
-    def save_original_input(self) -> bool:
-        """Whether inputs are kept as they came; see the argument of `Linear`."""
-        return all(part.save_original_input for part in self._parts)
-
-    @save_original_input.setter
-    def save_original_input(self, value: bool) -> None:
-        for part in self._parts:
-            part.save_original_input = value
 
     def rebuild_chain(self) -> None:
         """Give the parts, which have the chains, the setting of the whole."""
@@ -327,9 +345,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             results = [part(own, is_first_microbatch) for part, own in parts]
         finally:
             self._take_back()
-        outputs = [result[0] for result in results] if self.return_bias else results
+        returns_bias = self.return_bias
+        outputs = [result[0] for result in results] if returns_bias else results
         out = torch.cat(outputs).view(*inp.shape[:-1], self.out_features)
-        return (out, [bias for _, bias in results]) if self.return_bias else out
+        return (out, [bias for _, bias in results]) if returns_bias else out
 
 
 def _joined(states: list[ScalingState]) -> ScalingState:
