@@ -87,9 +87,10 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        enabled, calibrating = checked_flags(
-            type(self).__name__, enabled=enabled, calibrating=calibrating
-        )
+        if {type(enabled), type(calibrating)} != {bool}:  # each step makes an autocast
+            enabled, calibrating = checked_flags(
+                type(self).__name__, enabled=enabled, calibrating=calibrating
+            )
         self._scope = scope_of(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:
