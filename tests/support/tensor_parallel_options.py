@@ -137,7 +137,9 @@ def grouped_layers(rank: int) -> None:
     try:
         te.GroupedLinear(3, 64, 96, **options)
     except ValueError as error:
-        assert "bias=False or return_bias=True" in str(error) and "(layer experts)" in str(error)
+        assert "bias=False or return_bias=True" in str(error) and "(layer experts.gemm_0)" in str(
+            error
+        )
     else:
         raise AssertionError("nothing was raised")
 
