@@ -4,13 +4,27 @@ import copy
 
 import pytest
 import torch
+from onnx_graphs import (
+    FFN,
+    HEADS,
+    HIDDEN,
+    RECIPES,
+    Calls,
+    check,
+    error_of,
+    export,
+    listed,
+    onnx,
+    run,
+    scope,
+    trained,
+)
 from torch import nn
 
 import transformer_engine.pytorch as te
 from gpt.model import Gpt
 from gpt.settings import SIZES, Settings
 from transformer_engine.common.recipe import (
-    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
 )
@@ -18,77 +32,11 @@ from transformer_engine.pytorch.export.onnx import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import current_scales
 
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own use
     pytest.mark.filterwarnings("ignore:.*in training mode.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*axis name.*:UserWarning"),  # of sizes that are equal
 ]
-
-RECIPES = {
-    "fp32": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-}
-HIDDEN, FFN, HEADS = 64, 128, 4
-
-
-def scope(recipe):
-    return te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe)
-
-
-def trained(model, inputs, recipe):
-    """The model after two steps, so that scales are not what they were at first."""
-    for _ in range(2):
-        with scope(recipe):
-            loss = sum(y.float().square().sum() for y in listed(model(*inputs)))
-        if loss.requires_grad:
-            loss.backward()
-    return model.eval()
-
-
-def listed(results):
-    return results if isinstance(results, tuple) else (results,)
-
-
-def export(model, inputs, recipe=None, dynamic=({0: "batch", 1: "sequence"},), **options):
-    with scope(recipe), te.onnx_export(enabled=True):
-        return torch.onnx.export(
-            model, inputs, dynamic_shapes=dynamic, verbose=False, **options
-        ).model_proto
-
-
-def run(proto, inputs, **entries):
-    """The results of onnxruntime with its defaults."""
-    options = onnxruntime.SessionOptions()
-    for key, value in entries.items():
-        options.add_session_config_entry(f"session.{key}", value)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
-    names = [one.name for one in session.get_inputs()]
-    feeds = {name: x.cpu().numpy() for name, x in zip(names, inputs, strict=True)}
-    return [torch.from_numpy(y) for y in session.run(None, feeds)]
-
-
-def check(model, inputs, others, recipe=None, dynamic=({0: "batch", 1: "sequence"},), bound=1e-5):
-    """Export with `inputs`, and compare on inputs of other sizes."""
-    device = next(model.parameters(), inputs[0]).device
-    inputs, others = (tuple(x.to(device) for x in some) for some in (inputs, others))
-    trained(model, inputs, recipe)
-    proto = export(model, inputs, recipe, dynamic)
-    onnx.checker.check_model(proto, full_check=True)
-    with torch.no_grad(), scope(recipe):
-        expected = listed(model(*others))
-    for got, want in zip(run(proto, others), expected, strict=True):
-        assert got.dtype == want.dtype
-        # In FP8 a value between two codes may round to either: x / (1 / scale) is not x * scale.
-        # Tensor cores add FP8 products in a short accumulator.
-        in_fp8 = 2e-3 if device.type == "cpu" else 1e-2
-        allowed = (bound if recipe is None else max(bound, in_fp8)) * want.double().norm().cpu()
-        assert (got.double() - want.double().cpu()).norm() <= allowed
-    return proto
 
 
 class Several(nn.Module):
@@ -100,21 +48,6 @@ class Several(nn.Module):
 
     def forward(self, x):
         return tuple(y for module in self.several for y in listed(module(x)))
-
-
-class Calls(nn.Module):
-    """Calls of attention modules with keywords."""
-
-    def __init__(self, *calls):
-        super().__init__()
-        self.several = nn.ModuleList(module for module, _ in calls)
-        self.keywords = [keywords for _, keywords in calls]
-
-    def forward(self, *inputs):
-        return tuple(
-            module(*inputs, **keywords)
-            for module, keywords in zip(self.several, self.keywords, strict=True)
-        )
 
 
 @pytest.mark.sampled_on_cpu
@@ -315,32 +248,6 @@ def test_newer_opset():
         torch.testing.assert_close(got, module(x))
 
 
-def error_of(model, inputs, recipe=None, kind=torch.onnx.errors.OnnxExporterError):
-    with pytest.raises(kind) as caught:
-        export(model, inputs, recipe, None)
-    return str(caught.value)
-
-
-def test_what_cannot_be_exported():
-    x = torch.randn(8, 2, HIDDEN)
-    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", name="block")
-    message = error_of(layer, (x,))
-    assert "hidden_dropout=0.1 in training cannot be exported: call model.eval()" in message
-    assert "(layer block)" in message
-
-    heads = torch.randn(8, HEADS, 16)
-    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
-    packed = te.DotProductAttention(HEADS, 16, qkv_format="thd", name="core").eval()
-    call = Calls((packed, {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 8}))
-    assert "qkv_format 'thd' cannot be exported" in error_of(call, (heads, heads, heads))
-
-    cached = te.DotProductAttention(HEADS, 16, qkv_format="sbhd", layer_number=1).eval()
-    call = Calls((cached, {"inference_params": te.InferenceParams(2, 8)}))
-    batch = torch.randn(8, 2, HEADS, 16)
-    message = error_of(call, (batch, batch, batch))
-    assert "inference_params cannot be exported" in message
-
-
 @pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
@@ -362,26 +269,6 @@ def test_weights_kept_in_blocks():
     with te.fp8_model_init(recipe=Float8BlockScaling()):
         model = te.Linear(160, 272, device="cpu").requires_grad_(False)
     check(model, (torch.randn(2, 8, 160),), (torch.randn(3, 4, 160),), None)
-
-
-def test_scales_of_blocks_are_refused():
-    module = te.Linear(32, 16, device="cpu", name="fresh")
-    message = error_of(module, (torch.randn(4, 32),), Float8BlockScaling())
-    assert "Float8BlockScaling cannot be exported" in message and "(layer fresh)" in message
-
-
-def test_layers_without_scales():
-    module = te.Linear(32, 16, device="cpu", name="fresh")
-    message = error_of(module, (torch.randn(4, 32),), RECIPES["delayed"])
-    assert "expected scales that training or calibration has left" in message
-    assert "(layer fresh)" in message
-    assert not module.scaling
-
-
-def test_without_the_context():
-    module = te.LayerNormLinear(32, 16, device="cpu").eval()
-    with pytest.raises(torch.onnx.errors.OnnxExporterError, match="onnx_export\\(enabled=True\\)"):
-        torch.onnx.export(module, (torch.randn(4, 32),), verbose=False)
 
 
 def test_the_context_nests_and_leaves_eager_calls_alone():
