@@ -66,6 +66,14 @@ def test_modules(recipe, device):
     assert operators.count("DequantizeLinear") == casts
 
 
+@pytest.mark.parametrize("optimize", [True, False], ids=["optimized", "plain"])
+def test_static_shapes(optimize):
+    """Of them onnxruntime knows enough to move casts."""
+    inputs = (torch.randn(2, 16, HIDDEN),)
+    model = te.LayerNormMLP(HIDDEN, FFN, device="cpu")
+    check(model, inputs, inputs, RECIPES["delayed"], None, optimize=optimize)
+
+
 def test_norms_and_activations(device):
     kinds = ["geglu", "qgelu", "reglu", "srelu", "silu", "clamped_swiglu"]  # each function once
     model = Several(

@@ -24,6 +24,8 @@ _VALUES = {  # of every code
     format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
     for format, dtype in TORCH_FP8.items()
 }
+# Zero points, which say which float8. A constant of the graph: ONNX cannot compute with float8.
+_ZERO = {format: torch.zeros((), dtype=dtype, device="cpu") for format, dtype in TORCH_FP8.items()}
 
 
 class onnx_export(ContextDecorator):
@@ -137,8 +139,11 @@ def _pinned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_dequantize(x: torch.Tensor, inverse: torch.Tensor, format: int) -> torch.Tensor:
-    dtype = TORCH_FP8[format]
-    zero = torch.zeros((), dtype=dtype)  # says which float8
+    """`x` rounded to FP8.
+
+    onnxruntime copies both operators to other places of the graph, and there takes the codes of a
+    DequantizeLinear without a zero point for uint8.
+    """
     cpu = torch.device("cpu")  # codes are read by the second operator alone
-    codes = _symbolic("QuantizeLinear", (x, inverse, zero), dtype, cpu)
-    return _symbolic("DequantizeLinear", (codes, inverse), torch.float32, x.device)
+    codes = _symbolic("QuantizeLinear", (x, inverse, _ZERO[format]), TORCH_FP8[format], cpu)
+    return _symbolic("DequantizeLinear", (codes, inverse, _ZERO[format]), torch.float32, x.device)
