@@ -74,6 +74,13 @@ def test_static_shapes(optimize):
     check(model, inputs, inputs, RECIPES["delayed"], None, optimize=optimize)
 
 
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_casts_as_operations(kind):
+    model = te.ops.Sequential(te.ops.Quantize(), te.ops.ReLU())
+    proto = check(model, (torch.randn(2, 16, 32),), (torch.randn(3, 8, 32),), RECIPES[kind])
+    assert [node.op_type for node in proto.graph.node].count("QuantizeLinear") == 1
+
+
 def test_norms_and_activations(device):
     kinds = ["geglu", "qgelu", "reglu", "srelu", "silu", "clamped_swiglu"]  # each function once
     model = Several(

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.export.onnx import cast_there_and_back
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -73,6 +75,8 @@ class Quantize(ScaledModule, FusibleOperation):
         check_tensors("Quantize", self.name, x=x)
         if x.ndim == 0:
             raise ValueError(f"[Quantize] expected x of shape (..., n), got () (layer {self.name})")
+        if exporting():
+            return self._exported(x)
         if not torch.compiler.is_compiling():
             return self.cast(x)
         scope = autocast_stack().scope
@@ -82,6 +86,13 @@ class Quantize(ScaledModule, FusibleOperation):
 
         # A quantised tensor that comes out of a graph break has no gradients in the next graph.
         return outside_of_graphs(self._cast_to_plain, x)
+
+    def _exported(self, x: torch.Tensor) -> torch.Tensor:
+        """In a graph of ONNX, which is that of inference: the values of the codes."""
+        if not (self.casts_input and autocast_stack().scope.enabled):
+            return x
+        quantizer = self._quantizers(x.device, recording=False).input
+        return cast_there_and_back(x, quantizer, x.dtype).to(x.dtype)
 
     def _cast_to_plain(self, x: torch.Tensor) -> torch.Tensor:
         made = self.cast(x)
