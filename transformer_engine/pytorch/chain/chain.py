@@ -21,6 +21,7 @@ from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.fp8.exporting import exporting
+from transformer_engine.pytorch.kernels.library import is_exporting
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.stages.matmul import Matmul
@@ -241,7 +242,8 @@ class Chain:
         plan.chain = self
         plan.compiling = torch.compiler.is_compiling()
         plan.exporting = exporting()
-        plan.requires_grad = plan.requires_grad and not plan.exporting
+        if is_exporting():  # programs are for inference, and keep nothing of this process
+            plan.needs, plan.requires_grad = (False,) * len(plan.needs), False
         plans = [step.stage.prepare(plan, step.parameters.start) for step in self.steps]
         inspected = any([gemm.wrapped for gemm in plan.quantizers])
         for i, step in enumerate(self.steps):

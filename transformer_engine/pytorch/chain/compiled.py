@@ -6,6 +6,7 @@ which is a hash of the description of all parts, names their `ChainOperator`.
 
 Calls are traced stage by stage if sizes are symbols, if the input is so large that the host's time
 does not matter (parts free memory earlier), and in checkpoints, whose policies name operators.
+So are those in programs of torch.export: the process that loads one does not know its keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,8 +25,18 @@ from transformer_engine.pytorch._torch_private import compiling, constant_in_gra
 from transformer_engine.pytorch.chain.chain_operator import ChainOperator, PartFacts, PlacedPart
 from transformer_engine.pytorch.kernels.library import composite_op, library_op
 
+
+class _Operators(dict[str, ChainOperator]):
+    def __missing__(self, key: str) -> NoReturn:
+        raise RuntimeError(
+            "[torch.compile] expected a graph that this process has compiled, got one with an"
+            f" operator of another process ({key}): compile the model here, or save what"
+            " torch.export makes of it"
+        )
+
+
 # By key. A key is a hash of the parts, so an operator is never replaced.
-_OPERATORS: dict[str, ChainOperator] = {}
+_OPERATORS = _Operators()
 
 
 @functools.cache

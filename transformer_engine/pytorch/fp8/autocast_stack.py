@@ -35,6 +35,7 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     ScalingGroup,
     ScalingState,
 )
+from transformer_engine.pytorch.kernels.library import is_exporting
 
 
 class Step:
@@ -128,8 +129,11 @@ class AutocastStack:
 
     @property
     def flushes(self) -> bool:
-        """Whether calls run deferred updates: compiled ones, in an autocast of compiled code."""
-        return self.entered_in_graph and torch.compiler.is_compiling()
+        """Whether calls run deferred updates: compiled ones, in an autocast of compiled code.
+
+        Exported programs run where there is nothing to update.
+        """
+        return self.entered_in_graph and torch.compiler.is_compiling() and not is_exporting()
 
     def push(self, scope: Scope) -> None:
         """Enter a scope."""
@@ -162,7 +166,7 @@ class AutocastStack:
             return
         if not self.outer:
             self.step.first_pending = self.entered_in_graph = False
-        if self.in_backward or failed:
+        if self.in_backward or failed or (compiling and is_exporting()):
             return
         outermost = (*self.outer[1:], self.scope)[0] if self.outer else left
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())

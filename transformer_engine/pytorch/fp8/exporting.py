@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def exporting() -> bool:
-    """Whether this call is traced for ONNX."""
+    """Whether this call is traced for ONNX; `is_exporting` is also true for other programs."""
     return autocast_stack().exporting and torch.compiler.is_exporting()
 
 

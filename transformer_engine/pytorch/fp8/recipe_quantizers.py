@@ -26,6 +26,7 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     FORWARD,
     ScalingGroup,
     ScalingState,
+    columns_in,
 )
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
 
@@ -158,7 +159,7 @@ def build_quantizers(
         )
     stack = autocast_stack()
     how = (recording, stack.flushes, stack.in_compiled_checkpoint)
-    scales, amaxes = [[tensors[i] for i in cast] for tensors in (forward.scales, forward.amaxes)]
+    scales, amaxes = forward.columns(cast)
     columns = columns_of(scales, amaxes, *how)
     gemms = [
         rules.gemm_quantizers(recipe, _columns(columns, backward.scales, backward.amaxes, i))
@@ -246,14 +247,14 @@ class StateInMemory(NamedTuple):
 
     def forward_columns(self, numbers: Sequence[int]) -> Columns:
         """These columns of the forward state."""
-        scales, amaxes = _columns_in(self.forward, numbers)
+        scales, amaxes = columns_in(self.forward, numbers)
         if self.recomputed is not None:
             return columns_of(scales, amaxes, self.recording, self.flush, self.recomputed)
         return Columns(scales, amaxes if self.recording else [None] * len(scales))
 
     def backward_columns(self, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
         """The scales of these columns of the backward state, and the amaxes."""
-        return _columns_in(self.backward, numbers)
+        return columns_in(self.backward, numbers)
 
     def gemm_columns(self, gemms: int) -> tuple[Columns, list[GemmColumns]]:
         """The columns of all GEMMs of the module."""
@@ -261,11 +262,6 @@ class StateInMemory(NamedTuple):
         columns = self.forward_columns(cast)
         scales, amaxes = self.backward_columns(range(BACKWARD_COLUMNS * gemms))
         return columns, [_columns(columns, scales, amaxes, i) for i in range(gemms)]
-
-
-def _columns_in(room: torch.Tensor, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Scales and amaxes, fp32 `[1]` each, in the memory of a state."""
-    return [[room[n, i : i + 1] for n in numbers] for i in (0, ALIGNED)]
 
 
 def _columns(

@@ -9,6 +9,7 @@ Models that never run together are in different groups, so threads do not share 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,17 @@ from transformer_engine.pytorch._torch_private import keep_address
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
+from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.parallel.agreement import agree, without_addresses
 from transformer_engine.pytorch.parallel.collectives import all_reduce
 
 FORWARD, BACKWARD = "forward", "backward"
 ALIGNED = 4  # floats
+
+
+def columns_in(room: torch.Tensor, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Scales and amaxes, fp32 `[1]` each, in the memory of a state."""
+    return [[room[n, i : i + 1] for n in numbers] for i in (0, ALIGNED)]
 
 
 class ScalingState:
@@ -53,6 +60,15 @@ class ScalingState:
         if not torch.compiler.is_compiling():
             for view in (self.room, *self.scales, *self.amaxes):
                 keep_address(view)
+
+    def columns(self, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
+        """The scales of these columns, and the amaxes.
+
+        Programs of torch.export hold all of `room`: torch does not save parts of what is on a GPU.
+        """
+        if is_exporting():
+            return columns_in(self.room, numbers)
+        return [[of[n] for n in numbers] for of in (self.scales, self.amaxes)]
 
     def __deepcopy__(self, memo: object) -> ScalingState:
         # Copying the attributes one by one would make separate tensors of the views.

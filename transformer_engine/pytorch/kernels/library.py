@@ -33,7 +33,6 @@ from transformer_engine.pytorch.kernels.schema import Argument, schema_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-is_exporting: Callable[[], bool] = torch.compiler.is_exporting
 _LIBRARY = torch.library.Library("te", "DEF")
 
 
@@ -53,6 +52,12 @@ def _constant(kind: str, text: str) -> Any:
         return float(text)
     words = {"None": None, "True": True, "False": False}
     return words[text] if text in words else int(text)
+
+
+@constant_in_graphs
+def is_exporting() -> bool:
+    """Whether torch.export traces this call; Dynamo's own answer depends on its version."""
+    return bool(torch.compiler.is_exporting())
 
 
 @constant_in_graphs

@@ -10,7 +10,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch._torch_private import constant_in_graphs, without_side_effect_checks
+from transformer_engine.pytorch._torch_private import without_side_effect_checks
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.library import is_exporting
@@ -27,11 +27,6 @@ def _policy(context: object, operator: object, *args: object, **kwargs: object) 
 _contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, _policy)
 
 
-@constant_in_graphs
-def _exports() -> bool:
-    return is_exporting()  # of which Dynamo has opinions that depend on its version
-
-
 def checkpoint_in_graph(
     function: Callable[[], Any], context_fn: Callable[[], Any] | None = None
 ) -> Any:
@@ -42,7 +37,7 @@ def checkpoint_in_graph(
     """
     stack = autocast_stack()
     # All of an outer one is computed again.
-    if stack.in_compiled_checkpoint or _exports() or not torch.is_grad_enabled():
+    if stack.in_compiled_checkpoint or is_exporting() or not torch.is_grad_enabled():
         return function()
     _read_numbers(stack.scope.recipe)
     stack.in_compiled_checkpoint = True

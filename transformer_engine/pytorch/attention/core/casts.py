@@ -34,6 +34,7 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.recompute.module_calls import made_in_region
@@ -200,6 +201,10 @@ def casts_of(
     if not (in_backward or asked or module.in_foreign_region):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if compiling and is_exporting():  # programs leave no amaxes
+        if not stack.scope.enabled:
+            return None
+        recording = False
     device = tensors[0].device
     if in_backward or (
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
@@ -261,7 +266,7 @@ def casts_in_scope(
     if scales is not None:
         columns = Columns([scales[i : i + 1] for i in _FORWARD], [None] * len(_FORWARD))
     else:
-        own, amaxes = [[of[i] for i in _FORWARD] for of in (forward.scales, forward.amaxes)]
+        own, amaxes = forward.columns(_FORWARD)
         columns = Columns(own, amaxes)
         if scope.enabled:
             columns = columns_of(own, amaxes, counts, stack.flushes, recomputed)

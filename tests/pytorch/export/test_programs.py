@@ -1,0 +1,89 @@
+"""Programs of `torch.export`: another process runs them, and models stay as they are."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.chain import compiled
+
+AUTO = torch.export.Dim.AUTO
+
+
+class InScope(nn.Module):
+    """A module whose autocast is in its forward."""
+
+    def __init__(self, module, recipe):
+        super().__init__()
+        self.module, self.recipe = module, recipe
+
+    def forward(self, x):
+        with te.fp8_autocast(enabled=self.recipe is not None, fp8_recipe=self.recipe):
+            return self.module(x)
+
+
+def trained(module, recipe, x):
+    model = InScope(module, recipe)
+    for _ in range(2):
+        model(x).square().sum().backward()
+    with te.fp8_autocast():  # which runs updates that wait
+        pass
+    return model
+
+
+def attention_in_fp8():
+    return te.MultiheadAttention(64, 4, attn_mask_type="causal", attention_dropout=0, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*side effects.*:UserWarning")  # the autocast
+@pytest.mark.parametrize(
+    ("module", "recipe", "strict"),
+    [
+        (te.Linear(64, 32, device="cpu"), None, False),
+        (te.LayerNormMLP(64, 128, device="cpu"), DelayedScaling(amax_history_len=4), True),
+        (attention_in_fp8(), DelayedScaling(amax_history_len=4, fp8_dpa=True), False),
+        (te.TransformerLayer(64, 128, 4, device="cpu"), Float8CurrentScaling(), False),
+    ],
+    ids=["linear", "delayed", "attention", "layer"],
+)
+def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatch):
+    model = trained(module, recipe, torch.randn(16, 2, 64)).eval()
+    x, other = torch.randn(16, 2, 64), torch.randn(32, 4, 64)
+    file = io.BytesIO()
+    sizes = ({0: AUTO, 1: AUTO},)
+    torch.export.save(torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict), file)
+    monkeypatch.setattr(compiled, "_OPERATORS", compiled._Operators())  # it has none
+    file.seek(0)
+    program = torch.export.load(file).module()
+    with torch.no_grad():
+        assert torch.equal(program(other), model(other))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [attention_in_fp8(), te.ops.Sequential(te.ops.Quantize(), te.Linear(64, 64, device="cpu"))],
+    ids=["attention", "casts"],
+)
+def test_programs_change_no_scales(module):
+    """Whether autograd was on where they were made, and is where they run, or not."""
+    recipe, x = DelayedScaling(amax_history_len=4, fp8_dpa=True), torch.randn(16, 2, 64)
+    model = trained(module, recipe, x)
+    before = [copy.deepcopy(one.scaling) for one in model.modules() if hasattr(one, "scaling")]
+    program = torch.export.export(model, (x.clone().requires_grad_(),)).module()
+    program(100 * x)
+    with torch.no_grad(), te.fp8_autocast():  # which would run updates that wait
+        program(100 * x)
+    after = [one.scaling for one in model.modules() if hasattr(one, "scaling")]
+    for old, new in zip(before, after, strict=True):
+        for direction, state in old.items():
+            assert torch.equal(state.scale, new[direction].scale)
+            assert torch.equal(state.amax_history, new[direction].amax_history)
+
+
+def test_operators_of_another_process():
+    with pytest.raises(RuntimeError, match="operator of another process"):
+        torch.ops.te.chain("of elsewhere", [torch.ones(2)], [])
