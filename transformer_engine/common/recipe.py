@@ -101,6 +101,12 @@ class QParams(_Checked):
         super().__post_init__()
         fits = 0.0 <= self.amax_epsilon <= _LARGEST_EPSILON
         self._expect("amax_epsilon", fits, "a finite number >= 0")
+        object.__setattr__(self, "_epsilon", repr(self.amax_epsilon))
+
+    def epsilon(self) -> float:
+        """`amax_epsilon`; a constant in compiled code, where floats may be inputs of graphs."""
+        constant: str = vars(self)["_epsilon"]
+        return float(constant) if torch.compiler.is_compiling() else self.amax_epsilon
 
 
 def _tolerant(recipe: T) -> T:

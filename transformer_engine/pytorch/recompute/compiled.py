@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._torch_private import without_side_effect_checks
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.library import is_exporting
 
 _Policy = torch_checkpoint.CheckpointPolicy
@@ -39,7 +37,6 @@ def checkpoint_in_graph(
     # All of an outer one is computed again.
     if stack.in_compiled_checkpoint or is_exporting() or not torch.is_grad_enabled():
         return function()
-    _read_numbers(stack.scope.recipe)
     stack.in_compiled_checkpoint = True
     try:
         return torch_checkpoint.checkpoint(
@@ -49,12 +46,3 @@ def checkpoint_in_graph(
         )
     finally:
         stack.in_compiled_checkpoint = False
-
-
-def _read_numbers(recipe: Recipe | None) -> None:
-    """Under dynamic shapes floats are inputs of the graph, and belong to where they are read first.
-
-    What parts of the graph share must therefore be read outside of them all.
-    """
-    for number in rules_of(recipe).numbers(recipe):
-        number + 0.0

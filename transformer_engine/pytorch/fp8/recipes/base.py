@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -64,11 +64,6 @@ class RecipeRules:
     ) -> None:
         """End a step of the states of `members`, on one device; `amaxes` are reduced over ranks."""
         raise NotImplementedError
-
-    def numbers(self, recipe: Any) -> Sequence[float]:
-        """The floats that casts read, which torch.compile may make inputs of a graph."""
-        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-        return [getattr(recipe, name).amax_epsilon for name in names if hasattr(recipe, name)]
 
     def constants(self, recipe: Any) -> tuple[tuple[str, Any], ...] | None:
         """The fields of a recipe that keeps state, by name; None if it may have other fields."""

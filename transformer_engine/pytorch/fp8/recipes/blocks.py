@@ -92,7 +92,7 @@ class BlockRules(RecipeRules):
 
         def quantizer(parameters: QParams, dimensions: int, format: int) -> BlockQuantizer:
             power_of_2 = parameters.power_2_scale and not recipe.use_f32_scales
-            return BlockQuantizer(format, dimensions, power_of_2, parameters.amax_epsilon)
+            return BlockQuantizer(format, dimensions, power_of_2, parameters.epsilon())
 
         forward, backward = self.forward_format(recipe), self.backward_format(recipe)
         of_grad = recipe.fp8_quant_bwd_grad, recipe.grad_block_scaling_dim

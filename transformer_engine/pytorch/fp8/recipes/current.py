@@ -130,7 +130,7 @@ class CurrentRules(RecipeRules):
 
         def quantizer(parameters: QParams, format: int) -> CurrentQuantizer:
             power_of_2 = recipe.use_power_2_scales or parameters.power_2_scale
-            return CurrentQuantizer(format, power_of_2, parameters.amax_epsilon)
+            return CurrentQuantizer(format, power_of_2, parameters.epsilon())
 
         gemms = GemmQuantizers(
             input=quantizer(recipe.fp8_quant_fwd_inp, self.forward_format(recipe)),
