@@ -87,10 +87,3 @@ def test_programs_change_no_scales(module):
 def test_operators_of_another_process():
     with pytest.raises(RuntimeError, match="operator of another process"):
         torch.ops.te.chain("of elsewhere", [torch.ones(2)], [])
-
-
-def test_programs_have_no_backward():
-    model = nn.Sequential(nn.Linear(32, 32), te.Linear(32, 32, device="cpu"))
-    out = torch.export.export(model, (torch.randn(16, 32),)).module()(torch.randn(16, 32))
-    with pytest.raises(NotImplementedError, match="expected a program of torch"):
-        out.sum().backward()

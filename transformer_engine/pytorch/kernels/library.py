@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -92,14 +92,6 @@ def _has_no_memory(first: Any) -> bool:
     return type(first) is FakeTensor or (isinstance(first, torch.Tensor) and first.is_meta)
 
 
-def _no_backward(ctx: Any, *grads: Any) -> NoReturn:
-    """Modules have gradients of their own, but not in the programs that torch.export makes."""
-    raise NotImplementedError(
-        "[backward] expected a program of torch.export to run without a backward, as it is for"
-        " inference: train the model it comes from, or run the program under torch.no_grad()"
-    )
-
-
 def library_op(
     *, writes: Collection[str] = (), has_side_effects: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -125,8 +117,6 @@ def library_op(
         _LIBRARY.impl(name, body, "CPU")
         _LIBRARY.impl(name, body, "CUDA")
         torch.library.register_fake(f"te::{name}", fake, lib=_LIBRARY)
-        if schema.results != "()" and not writes:
-            torch.library.register_autograd(f"te::{name}", _no_backward, lib=_LIBRARY)
         operator = getattr(torch.ops.te, name)
         if has_side_effects:
             keep_calls(operator.default)
