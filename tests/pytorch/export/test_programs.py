@@ -55,7 +55,9 @@ def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatc
     x, other = torch.randn(16, 2, 64), torch.randn(32, 4, 64)
     file = io.BytesIO()
     sizes = ({0: AUTO, 1: AUTO},)
-    torch.export.save(torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict), file)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict)
+    torch.export.save(program, file)
     monkeypatch.setattr(compiled, "_OPERATORS", compiled._Operators())  # it has none
     file.seek(0)
     program = torch.export.load(file).module()
@@ -69,11 +71,12 @@ def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatc
     ids=["attention", "casts"],
 )
 def test_programs_change_no_scales(module):
-    """Whether autograd was on where they were made, and is where they run, or not."""
+    """Whether autograd is on where they run, or not."""
     recipe, x = DelayedScaling(amax_history_len=4, fp8_dpa=True), torch.randn(16, 2, 64)
     model = trained(module, recipe, x)
     before = [copy.deepcopy(one.scaling) for one in model.modules() if hasattr(one, "scaling")]
-    program = torch.export.export(model, (x.clone().requires_grad_(),)).module()
+    with torch.no_grad():
+        program = torch.export.export(model, (x,)).module()
     program(100 * x)
     with torch.no_grad(), te.fp8_autocast():  # which would run updates that wait
         program(100 * x)
@@ -87,3 +90,27 @@ def test_programs_change_no_scales(module):
 def test_operators_of_another_process():
     with pytest.raises(RuntimeError, match="operator of another process"):
         torch.ops.te.chain("of elsewhere", [torch.ones(2)], [])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_programs_with_gradients_train(fp8):
+    """In the process that made them, as torch.distributed.pipelining trains them."""
+    layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    model, x = nn.Sequential(nn.Linear(64, 64), layer), torch.randn(16, 2, 64)
+    found = []
+    with te.fp8_autocast(enabled=fp8, fp8_recipe=Float8CurrentScaling()):
+        program = torch.export.export(model, (x,)).module()
+        for run in (program, model):
+            model.zero_grad()
+            run(x).square().sum().backward()
+            found.append([p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_programs_with_gradients_name_their_process(monkeypatch):
+    x = torch.randn(16, 32)
+    program = torch.export.export(te.Linear(32, 32, device="cpu"), (x,)).module()
+    monkeypatch.setattr(compiled, "_OPERATORS", compiled._Operators())
+    with pytest.raises(RuntimeError, match=r"has made under torch\.no_grad"):
+        program(x)

@@ -27,7 +27,6 @@ from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8.exporting import exporting
-from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
 _is_compiling = torch.compiler.is_compiling
@@ -84,10 +83,7 @@ class CoreAttention(Part):
         if transformed:
             refuse_tracing("DotProductAttention")
         inputs = (query, key, value)
-        if compiling and is_exporting():  # programs are for inference
-            coming = Incoming(inputs, (False,) * 3, False)
-        else:
-            coming = Incoming(inputs, (True,) * 3, True) if transformed else incoming(*inputs)
+        coming = Incoming(inputs, (True,) * 3, True) if transformed else incoming(*inputs)
         needs = _needs(coming, call)
         recorded = any(needs)
         backend = _backend_for(query, needs, call)

@@ -21,7 +21,6 @@ from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.fp8.exporting import exporting
-from transformer_engine.pytorch.kernels.library import is_exporting
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.stages.matmul import Matmul
@@ -242,8 +241,7 @@ class Chain:
         plan.chain = self
         plan.compiling = torch.compiler.is_compiling()
         plan.exporting = exporting()
-        if is_exporting():  # programs are for inference, and keep nothing of this process
-            plan.needs, plan.requires_grad = (False,) * len(plan.needs), False
+        plan.requires_grad = plan.requires_grad and not plan.exporting
         plans = [step.stage.prepare(plan, step.parameters.start) for step in self.steps]
         inspected = any([gemm.wrapped for gemm in plan.quantizers])
         for i, step in enumerate(self.steps):

@@ -6,7 +6,7 @@ which is a hash of the description of all parts, names their `ChainOperator`.
 
 Calls are traced stage by stage if sizes are symbols, if the input is so large that the host's time
 does not matter (parts free memory earlier), and in checkpoints, whose policies name operators.
-So are those in programs of torch.export: the process that loads one does not know its keys.
+So are those in programs for inference: the process that loads one does not know these keys.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Operators(dict[str, ChainOperator]):
     def __missing__(self, key: str) -> NoReturn:
         raise RuntimeError(
             "[torch.compile] expected a graph that this process has compiled, got one with an"
-            f" operator of another process ({key}): compile the model here, or save what"
-            " torch.export makes of it"
+            f" operator of another process ({key}): compile the model here, or save a program that"
+            " torch.export has made under torch.no_grad()"
         )
 
 

@@ -14,7 +14,6 @@ from transformer_engine.pytorch.chain.part import Incoming
 from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.kernels.library import is_exporting
 
 
 class _Gathering(ListingFlow):
@@ -80,7 +79,11 @@ class _Gathering(ListingFlow):
 def call_operator(layer: Any, values: Sequence[torch.Tensor], groups: Arguments) -> Any:
     """Call a layer as one operator; `NotImplemented` where it must be called part by part."""
     stack = autocast_stack()
-    if is_exporting() or stack.in_compiled_checkpoint or autocast_dtype(values[0]) is not None:
+    if (
+        stack.exports_inference
+        or stack.in_compiled_checkpoint
+        or autocast_dtype(values[0]) is not None
+    ):
         return NotImplemented
     flow = _Gathering(values)
     try:

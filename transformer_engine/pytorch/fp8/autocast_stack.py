@@ -128,12 +128,23 @@ class AutocastStack:
         self.before: AutocastStack | None = None
 
     @property
+    def exports_inference(self) -> bool:
+        """Whether this call is traced for a program that any process or runtime runs.
+
+        Programs of torch.export are that if gradients are off in the trace. Else they have the
+        gradients of the model, by operators that this process alone knows.
+        """
+        return is_exporting() and (self.exporting or not torch.is_grad_enabled())
+
+    @property
     def flushes(self) -> bool:
         """Whether calls run deferred updates: compiled ones, in an autocast of compiled code.
 
-        Exported programs run where there is nothing to update.
+        Programs for inference run where there is nothing to update.
         """
-        return self.entered_in_graph and torch.compiler.is_compiling() and not is_exporting()
+        return (
+            self.entered_in_graph and torch.compiler.is_compiling() and not self.exports_inference
+        )
 
     def push(self, scope: Scope) -> None:
         """Enter a scope."""
@@ -166,7 +177,7 @@ class AutocastStack:
             return
         if not self.outer:
             self.step.first_pending = self.entered_in_graph = False
-        if self.in_backward or failed or (compiling and is_exporting()):
+        if self.in_backward or failed or (compiling and self.exports_inference):
             return
         outermost = (*self.outer[1:], self.scope)[0] if self.outer else left
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())

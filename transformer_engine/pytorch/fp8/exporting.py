@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 
 def exporting() -> bool:
-    """Whether this call is traced for ONNX; `is_exporting` is also true for other programs."""
+    """Whether this call is traced for ONNX."""
     return autocast_stack().exporting and torch.compiler.is_exporting()
+
+
+def exports_inference() -> bool:
+    """See `AutocastStack`."""
+    return autocast_stack().exports_inference
 
 
 def refuse(what: str, instead: str, layer: str | None) -> NoReturn:

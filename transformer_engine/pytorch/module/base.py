@@ -21,6 +21,7 @@ from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, autocast_stack
 from transformer_engine.pytorch.fp8.casts.quantizers import HIGH_PRECISION_GEMM
 from transformer_engine.pytorch.fp8.compiled_scales import record_scope
+from transformer_engine.pytorch.fp8.exporting import exports_inference
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
@@ -31,7 +32,6 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
 )
 from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.delayed_gradients import DelaysGradients
 from transformer_engine.pytorch.module.inputs import (
@@ -219,8 +219,6 @@ class TransformerEngineBaseModule(
         """
         autocast = autocast_dtype(x)
         if _is_compiling():
-            if is_exporting():
-                needs = ()
             self._note_compiled()
             return self._make_plan(x, parameters, needs, autocast, first_microbatch)
         scope = stack.scope
@@ -245,7 +243,7 @@ class TransformerEngineBaseModule(
 
     def _note_compiled(self) -> None:
         """Check compiled code in a checkpoint, which has no recompute regions."""
-        if not is_exporting():
+        if not exports_inference():
             # Names would be conditions of the graph: layers that are alike share one.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
             record_scope(kind, weights, autocast_stack().scope.enabled)
@@ -290,7 +288,7 @@ class TransformerEngineBaseModule(
     ) -> CallPlan | None:
         """The plan of a call that is one operator in compiled code; None to trace it instead."""
         chain = self.chain
-        if not chain.kind or is_exporting() or process_state().inspector is not None:
+        if not chain.kind or exports_inference() or process_state().inspector is not None:
             return None
         if scope.calibrating and not scope.enabled:
             return None
@@ -315,7 +313,7 @@ class TransformerEngineBaseModule(
         self, scope: Scope, recording: bool, device: torch.device, in_operator: bool = False
     ) -> ModuleQuantizers:
         """The quantizers of this module's GEMMs; high precision for sizes that FP8 cannot take."""
-        if not (scope.enabled or (scope.calibrating and not is_exporting())):
+        if not (scope.enabled or (scope.calibrating and not exports_inference())):
             return ModuleQuantizers([HIGH_PRECISION_GEMM] * self.gemm_count)
         check_amax_group(self.ranks, scope.recipe, scope.group)
         built = build_quantizers(self, scope, recording, device, in_operator)

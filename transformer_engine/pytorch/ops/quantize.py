@@ -9,11 +9,10 @@ import torch
 from transformer_engine.pytorch.export.onnx import cast_there_and_back
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
-from transformer_engine.pytorch.fp8.exporting import exporting
+from transformer_engine.pytorch.fp8.exporting import exporting, exports_inference
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.ops.operation import FusibleOperation
@@ -83,7 +82,7 @@ class Quantize(ScaledModule, FusibleOperation):
         scope = autocast_stack().scope
         if not scope.active:
             return x
-        if is_exporting():  # a program is for inference
+        if exports_inference():
             return self._cast_to_plain(x.detach()) if scope.enabled else x
         from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 

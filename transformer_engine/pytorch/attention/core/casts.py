@@ -19,6 +19,7 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._torch_private import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.exporting import exports_inference
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     BACKWARD_COLUMNS,
@@ -34,7 +35,6 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.recompute.module_calls import made_in_region
@@ -201,10 +201,8 @@ def casts_of(
     if not (in_backward or asked or module.in_foreign_region):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if compiling and is_exporting():  # programs leave no amaxes
-        if not stack.scope.enabled:
-            return None
-        recording = False
+    if compiling and exports_inference() and not stack.scope.enabled:  # nothing calibrates
+        return None
     device = tensors[0].device
     if in_backward or (
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
