@@ -209,7 +209,8 @@ def _read_rank(run: Run, rank: int, file: Path) -> None:
                 steps.append(record["iteration"])
                 series.values.append(number)
                 if len(steps) > 1 and steps[-2] >= steps[-1]:
-                    _go_back(series, found.values() if key[1] else ())
+                    of_tensors = [one for (_, tensor, _), one in found.items() if tensor]
+                    _go_back(series, of_tensors if key[1] else ())
             run.records += 1
         except (KeyError, TypeError, ValueError, OverflowError):
             run.skipped += 1
@@ -223,7 +224,7 @@ def _go_back(series: Series, all_series: Iterable[Series]) -> None:
 
     A smaller step of a tensor begins a resumed run: what `all_series` have of later steps is of an
     abandoned run, and rare series may never be logged there again. An equal step says nothing of
-    the kind, nor do scalars, for which `all_series` is empty: programs choose their steps.
+    the kind. `all_series` has no scalars, and is empty for one: programs choose their steps.
     """
     step, value = series.steps.pop(), series.values.pop()
     if step < series.steps[-1]:

@@ -221,6 +221,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from nvdlfw_inspect.logging import BaseLogger
 
+torch.set_num_threads(1)  # children of torch lack its other threads, and wait for them
 begun, over = threading.Event(), threading.Event()
 class Slow(BaseLogger):
     def log_scalar(self, name, value, iteration, **kwargs):

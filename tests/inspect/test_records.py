@@ -119,6 +119,14 @@ def test_a_resumed_run_that_begins_with_a_rare_series(tmp_path: Path) -> None:
     }
 
 
+def test_a_resumed_run_leaves_scalars_in_other_units(tmp_path: Path) -> None:
+    rows = [record(i, *KEY, 1.0) for i in (0, 1, 2, 1)]
+    rows[3:3] = [{**record(1000 * i, "", "", "", 1.0), "name": "loss"} for i in range(3)]
+    series = read_run(write_records(tmp_path, rows)).series
+    assert list(series[KEY][0].steps) == [0, 1]
+    assert list(series[Key("loss", "", "value")][0].steps) == [0, 1000, 2000]
+
+
 @pytest.mark.parametrize("again", [[5, 5], [5, 1, 2]])
 def test_scalars_that_are_logged_again_leave_others_alone(tmp_path: Path, again: list) -> None:
     rows = [{**record(i, "", "", "", 1.0), "name": "validation"} for i in again]

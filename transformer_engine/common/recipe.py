@@ -63,7 +63,10 @@ class _Checked:
         number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         fits = is_flag(value) if kind is bool else kind is float and number
         self._expect(name, fits, expected)
-        object.__setattr__(self, name, kind(value))
+        try:
+            object.__setattr__(self, name, kind(value))
+        except OverflowError:
+            self._expect(name, False, f"{expected} in the range of floats")
 
     def _take_int(self, name: str, allowed: range, expected: str) -> None:
         """Check a number of any library, and store it as an int."""
@@ -105,8 +108,14 @@ class QParams(_Checked):
 
     def epsilon(self) -> float:
         """`amax_epsilon`; a constant in compiled code, where floats may be inputs of graphs."""
-        constant: str = vars(self)["_epsilon"]
-        return float(constant) if torch.compiler.is_compiling() else self.amax_epsilon
+        if not torch.compiler.is_compiling():
+            return self.amax_epsilon
+        return float(vars(self)["_epsilon"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of a pickle, and check them."""
+        vars(self).update(state)
+        self.__post_init__()
 
 
 def _tolerant(recipe: T) -> T:

@@ -1,3 +1,4 @@
+import pickle
 import warnings
 
 import numpy as np
@@ -161,6 +162,15 @@ def test_numbers_and_lists_of_any_library_make_equal_recipes() -> None:
     assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
     with te.autocast(recipe=other):
         te.Linear(16, 16, device="cpu")(torch.ones(16, 16))
+
+
+def test_recipes_of_older_pickles_run() -> None:
+    """Pickles have the fields alone."""
+    fields = {"power_2_scale": False, "amax_epsilon": 2.0}
+    old = QParams.__new__(QParams)
+    old.__setstate__(fields)
+    assert old == QParams(**fields) and vars(old) == vars(QParams(**fields))
+    assert pickle.loads(pickle.dumps(Float8CurrentScaling())) == Float8CurrentScaling()
 
 
 def test_module_is_importable_by_its_documented_path() -> None:

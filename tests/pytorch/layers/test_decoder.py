@@ -70,3 +70,17 @@ def test_lengths_of_keys_are_those_of_the_encoder_output(
     rows = out.split(TOKENS.tolist()) if packed else out
     for tokens, one, other in zip(TOKENS.tolist(), rows, expected, strict=True):
         torch.testing.assert_close(one[:tokens], other[:tokens])
+
+
+@torch.no_grad()
+def test_lengths_of_keys_alone_are_not_for_self_attention(device: str) -> None:
+    """Room behind the sequences of the encoder output, and none behind those of the decoder."""
+    torch.manual_seed(1)
+    layer = make(device, attn_input_format="thd")
+    x, encoded = torch.randn(9, 32, device=device), torch.randn(9, 32, device=device)
+    lengths = {"cu_seqlens_q": ends(TOKENS, device), "cu_seqlens_kv": ends(ENCODED, device)}
+    room = torch.tensor([0, 5, 9], dtype=torch.int32, device=device)
+    padded = {**lengths, "cu_seqlens_kv_padded": room, "max_seqlen_kv": 4}
+    out = layer(x, encoder_output=encoded, **padded)
+    real = torch.cat([encoded[:4], encoded[5:7]])
+    torch.testing.assert_close(out, layer(x, encoder_output=real, **lengths))

@@ -224,6 +224,26 @@ def test_results_that_a_layer_unpacks_stay(name):
             setattr(inside, name, not before)
 
 
+class SetsEarly(te.LayerNormLinear):
+    def __init__(self, *sizes, **options):
+        self.eps, self.sequence_parallel = 1.0, False
+        super().__init__(*sizes, **options)
+
+
+class SetsEarlyInGroups(te.GroupedLinear):
+    def __init__(self, *sizes, **options):
+        self.parallel_mode = None
+        super().__init__(*sizes, **options)
+
+
+def test_may_be_set_before_the_constructor_runs():
+    assert make(SetsEarly, eps=10.0).eps == 10.0
+    grouped = SetsEarlyInGroups(2, 32, 64, device="cpu")
+    grouped.parallel_mode = "row"
+    del grouped.parallel_mode
+    assert not hasattr(grouped, "parallel_mode")
+
+
 def test_that_was_deleted_is_that_of_the_next_call():
     module, made = make(te.LayerNormLinear), make(te.LayerNormLinear, eps=10.0)
     del module.eps

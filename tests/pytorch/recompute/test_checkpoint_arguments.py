@@ -210,3 +210,15 @@ def test_a_parameter_among_the_results(kind: type[nn.Module], use_reentrant: boo
         (out.square().sum() + bias.sum()).backward()
         found.append([x.grad, *(p.grad for p in layer.parameters())])
     assert_equal(*found)
+
+
+def test_a_captured_tensor_among_the_results() -> None:
+    found = []
+    for wrap in (te.checkpoint, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.Linear(32, 32, device="cpu")
+        x, captured = torch.randn(8, 32, requires_grad=True), layer.weight.t()
+        out, same = wrap(lambda x, layer=layer, captured=captured: (layer(x), captured), x)
+        (out.square().sum() + same.square().sum()).backward()
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert_equal(*found)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 FP8 = [name for name in RECIPES if name != "high precision"]
 modes = pytest.mark.parametrize("wrap", MODES.values(), ids=MODES)
@@ -24,10 +25,6 @@ modes = pytest.mark.parametrize("wrap", MODES.values(), ids=MODES)
 
 def off() -> Any:
     return te.fp8_autocast(enabled=False)
-
-
-def attention(layer: te.DotProductAttention, x: torch.Tensor) -> torch.Tensor:
-    return layer(x, x, x)
 
 
 def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -53,20 +50,66 @@ def test_high_precision_after_fp8(precision: str, wrap: Wrap, device: str) -> No
 
 
 @modes
-def test_attention_in_high_precision_after_fp8(wrap: Wrap) -> None:
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["fp8 first", "fp8 last"])
+@pytest.mark.parametrize("together", [False, True], ids=["in two", "in one"])
+def test_attention(together: bool, order: tuple[bool, bool], wrap: Wrap) -> None:
+    """In one checkpoint, or in one for each precision."""
     recipe = DelayedScaling(fp8_dpa=True)
-    found: list[list[torch.Tensor]] = []
+    found: list[torch.Tensor] = []
     for run in (wrap, uncheckpointed):
         torch.manual_seed(0)
         layer = te.DotProductAttention(2, 16, attn_mask_type="no_mask")
-        x = torch.randn(8, 2, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-        found.append([])
-        for enabled in (True, False):
+
+        def call(x: torch.Tensor, enabled: bool, layer: nn.Module = layer) -> torch.Tensor:
             with te.fp8_autocast(enabled=enabled, fp8_recipe=recipe):
-                out = run(partial(attention, layer), x)
-            out.sum().backward()
-            found[-1].append(x.grad.clone())
+                return layer(x, x, x).view(x.shape)
+
+        def both(x: torch.Tensor, call: Wrap = call) -> torch.Tensor:
+            return call(call(x, order[0]), order[1])
+
+        x = torch.randn(8, 2, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        out = run(both, x) if together else run(call, run(call, x, order[0]), order[1])
+        out.float().square().sum().backward()
+        found.append(x.grad)
+    assert_equal(*[[grad] for grad in found])
+
+
+@modes
+def test_calls_without_autocast_around_the_first_in_fp8(wrap: Wrap, monkeypatch: Any) -> None:
+    monkeypatch.setattr(process_state(), "has_regions", False)  # as in a new process
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer, other = (te.Linear(32, 32, device="cpu") for _ in range(2))
+
+        def function(x: torch.Tensor, layer: nn.Module = layer, other: nn.Module = other) -> Any:
+            x = layer(x)
+            with te.fp8_autocast():
+                x = other(x)
+            return layer(x)
+
+        x = torch.randn(16, 32, requires_grad=True)
+        run(function, x).square().sum().backward()
+        found.append([*gradients(layer, x), *(p.grad for p in other.parameters())])
     assert_equal(*found)
+
+
+@modes
+def test_layers_in_high_precision_may_be_called_once_more(wrap: Wrap, monkeypatch: Any) -> None:
+    """As with a cache that the first forward fills."""
+    monkeypatch.setattr(process_state(), "has_regions", True)
+    layer, cache = te.Linear(32, 32, device="cpu"), []
+    x = torch.randn(16, 32, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not cache:
+            with torch.no_grad():
+                cache.append(layer(x).abs().mean())
+        return layer(x) * cache[0]
+
+    wrap(function, x).sum().backward()
+    expected = cache[0] * torch.ones(16, 32) @ layer.weight
+    torch.testing.assert_close(x.grad, expected)
 
 
 @modes

@@ -54,6 +54,10 @@ class Call(NamedTuple):
     plan: CallPlan | None = None
 
 
+def _any_active(calls: Iterable[Call]) -> bool:
+    return any(call.scope.active for call in calls)
+
+
 class RecomputeRegion:
     """The calls of one checkpointed region, by module and in order.
 
@@ -89,7 +93,8 @@ class RecomputeRegion:
     def next_call(self, module: Any) -> Call:
         """The call of the first forward that the module now recomputes.
 
-        Calls in high precision are not recorded before any in FP8 is.
+        Layers that have run in high precision alone may be called more often, or less: such calls
+        are not recorded before a region of the process has one in FP8.
 
         Raises:
             RuntimeError: the region calls the module more often than in the first forward.
@@ -99,8 +104,8 @@ class RecomputeRegion:
             self.restart()
         self._task = task
         index = self._next.get(module, 0)
-        calls = self._calls.get(module)
-        if calls is None:
+        calls = self._calls.get(module, [])
+        if index >= len(calls) and not _any_active(calls):
             return Call(OUTSIDE)
         if index >= len(calls):
             raise RuntimeError(
@@ -118,7 +123,7 @@ class RecomputeRegion:
         """
         for module, calls in self._calls.items():
             done = self._next.get(module, 0)
-            if done < len(calls):
+            if done < len(calls) and _any_active(calls):
                 raise RuntimeError(
                     f"[checkpoint] expected {len(calls)} call(s) of layer {module.name} when the "
                     f"checkpointed function runs again, as in its first forward, got {done} (a "

@@ -29,5 +29,7 @@ def arguments_of_decoder(
     cross = {**shared, **{name: value for name, value in of_masks.items() if value is not None}}
     if "inference_params" in core:
         return core, cross
-    queries = {name: name.replace("_kv", "_q") for name in core}
-    return {name: core.get(queries[name], value) for name, value in core.items()}, cross
+    own = {name: core.get(name.replace("_kv", "_q"), value) for name, value in core.items()}
+    if "cu_seqlens_q" in core:  # else attention says which lengths are missing
+        own = {name: x for name, x in own.items() if name.replace("_kv", "_q") in core}
+    return own, cross

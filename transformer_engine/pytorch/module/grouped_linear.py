@@ -50,8 +50,12 @@ class _OfParts(Setting):
         return self if module is None else getattr(module.parts()[0], self._name)
 
     def __set__(self, module: Any, value: Any) -> None:
-        for part in module.parts():
+        for part in module.parts() if module.is_built() else ():
             setattr(part, self._name, value)
+
+    def __delete__(self, module: Any) -> None:
+        for part in module.parts():
+            delattr(part, self._name)
 
 
 def _of_parts() -> Any:
@@ -210,6 +214,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                 direction: _cut(state, i, len(self._parts)) for direction, state in scaling.items()
             }
             part.drop_plans()
+
+    def is_built(self) -> bool:
+        """See `HasSettings`."""
+        return "_parts" in self.__dict__
 
     def rebuild_chain(self) -> None:
         """Give the parts, which have the chains, the setting of the whole."""

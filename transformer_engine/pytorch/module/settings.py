@@ -16,6 +16,10 @@ from transformer_engine.pytorch.module.arguments import in_layer
 class HasSettings:
     """Base of modules with settings."""
 
+    def is_built(self) -> bool:
+        """Whether the constructor has built what settings decide."""
+        return "chain" in self.__dict__
+
     def rebuild_chain(self) -> None:
         """Act on a setting that has changed."""
         raise NotImplementedError
@@ -26,7 +30,7 @@ class HasSettings:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """See `torch.nn.Module`. Raises where the value would have no effect."""
-        if "chain" in self.__dict__ and name in self.fixed_settings():
+        if self.is_built() and name in self.fixed_settings():
             self._refuse_change(name, value)
         if isinstance(value, nn.Module | nn.Parameter):
             self._refuse_registered(name, value)
@@ -117,6 +121,8 @@ class Setting:
         if value == before:
             return
         own[name] = value
+        if not module.is_built():
+            return
         try:
             module.rebuild_chain()
         except Exception:  # no chain can be built

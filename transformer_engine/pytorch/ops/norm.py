@@ -49,6 +49,10 @@ class L2Normalization(HasSettings, FusibleOperation):
         self._by_size: dict[int, _L2Normalization] = {}
         self.eps = eps
 
+    def is_built(self) -> bool:
+        """See `HasSettings`."""
+        return "_by_size" in self.__dict__
+
     def rebuild_chain(self) -> None:
         """Drop the norms of the previous setting."""
         self._by_size.clear()

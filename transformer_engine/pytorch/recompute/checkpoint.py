@@ -124,18 +124,21 @@ def checkpoint(
         args, kwargs = tree_unflatten(leaves, structure)
         results, structure_of_results = tree_flatten(run(*args, **kwargs))
         structures.append(structure_of_results)
-        return tuple(map(_no_leaf, results))
+        return tuple(map(_apart, results))
 
     with _distributed(tp_group) if distribute_saved_activations else contextlib.nullcontext():
         results = torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
     return tree_unflatten(results, structures[0])
 
 
-def _no_leaf(result: Any) -> Any:
-    """The result; a view of a parameter, which the checkpoint would make its own output."""
-    if isinstance(result, torch.Tensor) and result.requires_grad and result.is_leaf:
-        return result.view_as(result)
-    return result
+def _apart(result: Any) -> Any:
+    """A result of the first forward, which has no gradients.
+
+    What requires a gradient comes from outside, such as a parameter. The checkpoint gets a view of
+    it: autograd takes the tensors that it returns for results of the checkpoint.
+    """
+    outside = isinstance(result, torch.Tensor) and result.requires_grad
+    return result.view_as(result) if outside and not torch.is_grad_enabled() else result
 
 
 def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[str, Any], ...]:

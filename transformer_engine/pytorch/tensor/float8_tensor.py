@@ -64,6 +64,11 @@ class Float8Tensor(ShardableTensor):
         quantizer: Quantizer | None = None,
     ) -> Float8Tensor:
         """Wrap codes."""
+        if not isinstance(requires_grad, bool):
+            raise TypeError(
+                "[Float8Tensor] expected requires_grad to be True or False, got"
+                f" {type(requires_grad).__name__}: pass data_transpose by keyword"
+            )
         self = cls.wrap(torch.Size(shape), dtype, data)
         self._data = data
         self._scale_inv = fp8_scale_inv

@@ -144,16 +144,11 @@ def _slice(
         return NotImplemented
     if is_kept(x) and dim == 0 and x.ndim == 2:
         begin, stop, _ = slice(start, end).indices(x.shape[0])
-        if not begin and _is_piece(x, stop):
+        ranks: Any = ranks_of(x)
+        ranks.rows = ranks.rows or stop  # `fully_shard` itself is the first to cut
+        if not begin and stop == ranks.rows:
             return _piece(x, stop)
     return _sliced(x, dim, lambda codes: codes[start:end])
-
-
-def _is_piece(x: QuantizedTensor, rows: int) -> bool:
-    """Whether so many rows of what `fully_shard` keeps are the piece, as those of its first cut."""
-    ranks: Any = ranks_of(x)
-    ranks.rows = ranks.rows or rows
-    return bool(rows == ranks.rows)
 
 
 def _piece(x: QuantizedTensor, rows: int) -> Any:

@@ -198,7 +198,9 @@ def casts_of(
     compiling = torch.compiler.is_compiling()
     in_backward = not compiling and process_state().has_regions and graph_task() != -1
     asked = asks(stack.scope, module.name)
-    if not (in_backward or asked or module.in_foreign_region):
+    # A region records calls in high precision, too, if the module may have others in FP8.
+    recorded = asked or (not compiling and bool(module.scaling or wants_fp8(stack.scope.recipe)))
+    if not (in_backward or recorded):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if compiling and exports_inference() and not stack.scope.enabled:  # nothing calibrates
