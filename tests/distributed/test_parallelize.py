@@ -1,11 +1,14 @@
 """`te.parallelize`: ranks share a model that is built, beside the same model in one process."""
 
+import re
+
 import pytest
 import torch
 from parallelize_ranks import OF_FOUR, SCENARIOS, scenarios
 from ranks import run_ranks
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.parallelize.parallelize import _kinds
 
 pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
@@ -32,6 +35,17 @@ def test_two_ranks_share_a_built_model(two: list[dict[str, str]], scenario: str)
 @pytest.mark.parametrize("scenario", OF_FOUR)
 def test_four_ranks_share_a_built_model(four: list[dict[str, str]], scenario: str) -> None:
     assert [found[scenario] for found in four] == [""] * 4
+
+
+def test_plans_of_parts_of_layers_are_refused() -> None:
+    """Not skipped: the layer has all of them as its own plan says."""
+    layer = te.TransformerLayer(32, 64, 2, device="cpu")
+    model = torch.nn.ModuleDict({"layer": layer, "proj": te.Linear(32, 32, device="cpu")})
+    for entry in ("layer.layernorm_mlp", "layer*.proj"):
+        with pytest.raises(ValueError, match=re.escape(f"not parts of shared ones, got ['{entry}")):
+            [*_kinds(model, {entry: "row"})]
+    kinds = [(name, kind) for name, _, kind in _kinds(model, {"*proj": "row"})]
+    assert kinds == [("layer", "layer"), ("proj", "row")]
 
 
 def test_what_is_no_mesh_is_refused() -> None:

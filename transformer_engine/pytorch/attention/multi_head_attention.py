@@ -407,7 +407,8 @@ class MultiheadAttention(FlowModule):
         normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
         module: Any = modules[normed if self.input_layernorm else plain]
         out = flow.call(module, values[0], microbatch)
-        out, *tap = out if self.input_layernorm and module.has_tap else (out,)
+        tapped = self.input_layernorm and len(module.chain.outputs) > 1
+        out, *tap = out if tapped else (out,)
         if own:
             if rotary:
                 out = flow.run(self._rotation.of_projection, out, *rotary[:2], rotary[4])

@@ -88,11 +88,6 @@ class NormalizesFirst(Normalizes):
     return_layernorm_output: bool = flag_setting()
     return_layernorm_output_gathered: bool = flag_setting()
 
-    @property
-    def has_tap(self) -> bool:
-        """Whether the norm's output or input is returned, too."""
-        return self.return_layernorm_output or self._returns_input
-
     def fixed_settings(self) -> tuple[str, ...]:
         """See `HasSettings`; layers around this one unpack what comes with the input."""
         results = ("return_bias", "return_layernorm_output") if self._returns_input else ()

@@ -144,11 +144,14 @@ def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.
             "not have"
         )
     done: list[str] = []
+    inside = set(plan)  # entries that name nothing but parts of such modules
     module: nn.Module
     for name, module in model.named_modules():
         if any(name.startswith(one) for one in done):
             continue
-        planned = next((kind for one, kind in plan.items() if fnmatchcase(name, one)), None)
+        matching = [one for one in plan if fnmatchcase(name, one)]
+        inside.difference_update(matching)
+        planned = plan[matching[0]] if matching else None
         kind = planned or ("layer" if isinstance(module, _WHOLE_LAYERS) else None)
         if kind is None:
             continue
@@ -159,3 +162,8 @@ def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.
             )
         done.append(f"{name}." if name else "")
         yield name, module, kind
+    if inside:
+        raise ValueError(
+            "[parallelize] expected a plan of modules that are not parts of shared ones, got"
+            f" {sorted(inside)}: a layer is shared as a whole"
+        )

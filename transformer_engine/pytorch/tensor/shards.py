@@ -102,6 +102,11 @@ def _sliced(x: QuantizedTensor, dim: int, cut: Callable[[torch.Tensor], Any]) ->
 
 def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
     if dim != 0 or not x.ndim or not x.shape[0]:
+        if dim != 0 and getattr(x._quantizer, "writes_weights", False):
+            warn_once(
+                f"[{type(x).__name__}] expected pieces of rows, got a split of dim {dim}: those of"
+                f" {x.label} are dequantised"
+            )
         return NotImplemented
     if not getattr(x._quantizer, "writes_weights", False):
         return _split_codes(x, rows)
