@@ -209,7 +209,7 @@ def _read_rank(run: Run, rank: int, file: Path) -> None:
                 steps.append(record["iteration"])
                 series.values.append(number)
                 if len(steps) > 1 and steps[-2] >= steps[-1]:
-                    of_tensors = [one for (_, tensor, _), one in found.items() if tensor]
+                    of_tensors = (one for (_, tensor, _), one in found.items() if tensor)
                     _go_back(series, of_tensors if key[1] else ())
             run.records += 1
         except (KeyError, TypeError, ValueError, OverflowError):

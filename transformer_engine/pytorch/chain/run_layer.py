@@ -3,7 +3,7 @@
 If nobody observes a part and the time of the call is host time, the stages of all parts are one
 chain, run as one node (`fused_layer.py`). A layer runs part by part where
 
-    functorch transforms the call, or it is exported;
+    functorch transforms the call, or it is exported for inference;
     the first input is too large to be `is_host_bound`: parts free memory earlier;
     somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
         replaced on the object or its class, a compiled module, parametrisation, another class;

@@ -105,9 +105,9 @@ class RecomputeRegion:
         self._task = task
         index = self._next.get(module, 0)
         calls = self._calls.get(module, [])
-        if index >= len(calls) and not _any_active(calls):
-            return Call(OUTSIDE)
         if index >= len(calls):
+            if not _any_active(calls):
+                return Call(OUTSIDE)
             raise RuntimeError(
                 f"[checkpoint] expected {len(calls)} call(s) of layer {module.name} when the "
                 "checkpointed function runs again, as in its first forward, got more"

@@ -83,7 +83,7 @@ class Quantize(ScaledModule, FusibleOperation):
         if not scope.active:
             return x
         if exports_inference():
-            return self._cast_to_plain(x.detach()) if scope.enabled else x
+            return self._cast_to_plain(x) if scope.enabled else x
         from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
         # A quantised tensor that comes out of a graph break has no gradients in the next graph.

@@ -9,7 +9,8 @@ import torch
 from torch.optim.sgd import sgd
 
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
-from transformer_engine.pytorch.optimizers.parts import part_of
+from transformer_engine.pytorch.optimizers.parts import refuse_slice
+from transformer_engine.pytorch.tensor.shards import piece_of
 
 _MOMENTUM = "momentum_buffer"  # as torch's states call it
 _SETTINGS = (
@@ -138,7 +139,7 @@ class FusedSGD(torch.optim.SGD):
     def _step(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Step parameters that all have momenta, or none of them."""
         for parameter in parameters:
-            part_of(parameter, "FusedSGD")  # refuses slices that other processes know nothing of
+            refuse_slice(piece_of(parameter), "FusedSGD")
         has_momenta = group["momentum"] != 0
         states = [self.state[parameter] for parameter in parameters] if has_momenta else []
         momenta = [state.get(_MOMENTUM) for state in states]

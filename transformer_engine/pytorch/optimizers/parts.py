@@ -29,19 +29,24 @@ class Part(NamedTuple):
     piece: QuantizedTensor | None
 
 
-def part_of(parameter: torch.Tensor, optimizer: str = "FusedAdam") -> Part:
-    """What this rank has of a parameter; gradients are off.
-
-    Args:
-        parameter: whole, or a DTensor.
-        optimizer: whose it is, for messages.
+def part_of(parameter: torch.Tensor) -> Part:
+    """What this rank has of a parameter of FusedAdam; gradients are off.
 
     Raises:
-        NotImplementedError: a slice of an FP8 weight where there are other processes, which may
-            step its other slices: nothing tells them its scale.
+        NotImplementedError: see `refuse_slice`.
     """
     local = local_part(parameter)
     piece = piece_of(parameter) if isinstance(local, QuantizedTensor) else None
+    refuse_slice(piece, "FusedAdam")
+    return Part(parameter, local, piece)
+
+
+def refuse_slice(piece: QuantizedTensor | None, optimizer: str) -> None:
+    """Refuse a slice of an FP8 weight where there are other processes.
+
+    Raises:
+        NotImplementedError: they may step its other slices, and nothing tells them its scale.
+    """
     if piece is not None and _is_slice(piece) and group_or_world_size(None) > 1:
         raise NotImplementedError(
             f"[{optimizer}] expected FP8 weights as a whole where there are several processes, got"
@@ -49,7 +54,6 @@ def part_of(parameter: torch.Tensor, optimizer: str = "FusedAdam") -> Part:
             " others. In Megatron-Core, leave out use_precision_aware_optimizer, or take a recipe"
             " other than delayed scaling"
         )
-    return Part(parameter, local, piece)
 
 
 def _is_slice(piece: QuantizedTensor) -> bool:

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
-from transformer_engine.pytorch.fp8.exporting import exports_inference
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.kernels.library import composite_op
 from transformer_engine.pytorch.kernels.packed import packed_base
 from transformer_engine.pytorch.module.arguments import check_sizes
@@ -173,7 +173,7 @@ def _split_in_graph(x: torch.Tensor, *layout: Any) -> tuple[torch.Tensor, ...]:
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
     recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
-    if not (layout.all_views and recorded) or exports_inference():
+    if not (layout.all_views and recorded) or exporting():
         return views(x, layout)
     if torch.compiler.is_compiling():
         return _split_in_graph(x, *layout)
