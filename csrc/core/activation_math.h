@@ -17,8 +17,8 @@
 
 namespace te {
 
-// The numbers are part of the Python binding; the odd ones are gated. The clamped unit has no plain
-// form, so 10 is none.
+// The numbers are part of the Python binding; the odd ones are gated. The last two have no plain
+// form, so 10 and 12 are none.
 enum class ActivationKind : int32_t {
   Gelu = 0,  // tanh form
   Geglu = 1,
@@ -31,6 +31,7 @@ enum class ActivationKind : int32_t {
   Silu = 8,  // x * sigmoid(x)
   Swiglu = 9,
   ClampedSwiglu = 11,  // g sigmoid(alpha g) * (clamp(x2) + offset), g = min(x1, limit)
+  Glu = 13,            // sigmoid(x1) * x2
 };
 
 // Of the clamped kind; others ignore them. The defaults are those of gpt-oss.
@@ -100,6 +101,15 @@ struct SigmoidUnit {
   // sigmoid(p(x)): the exponential is taken to the base that the hardware has.
   TE_HD float sigmoid(float x) const {
     return reciprocal_of_1_plus_exp2(x * (-kLog2E * linear + -kLog2E * cubic * (x * x)));
+  }
+};
+
+// sigmoid(x). What is left to 1 is sigmoid(-x): a difference would lose its digits.
+struct LogisticUnit {
+  TE_HD float value(float x) const { return reciprocal_of_1_plus_exp2(-kLog2E * x); }
+  TE_HD ValueAndGradient value_and_gradient(float x, float dy) const {
+    const float s = value(x);
+    return {s, dy * (s * value(-x))};
   }
 };
 
@@ -178,8 +188,9 @@ decltype(auto) dispatch_activation(ActivationKind kind, const ActivationParamete
     case ActivationKind::ClampedSwiglu:
       return f(ClampedUnit{p.alpha, -std::fmin(kSiluLimit / p.alpha, kMostLimit), p.limit},
                ClampedFactor{p.limit, p.offset});
+    case ActivationKind::Glu: return f(LogisticUnit{}, PlainFactor{});
   }
-  fail(Kind::Value, "activation", "expected a kind from 0 to 9, or 11, got ",
+  fail(Kind::Value, "activation", "expected a kind from 0 to 9, 11 or 13, got ",
        static_cast<int32_t>(kind));
 }
 

@@ -9,8 +9,10 @@ ACTIVATIONS = {
     "relu": F.relu,
     "srelu": lambda x: F.relu(x) ** 2,
     "silu": F.silu,
+    "sigmoid": torch.sigmoid,
 }
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+GATED["glu"] = "sigmoid"
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -306,7 +306,7 @@ ONE = torch.ones(1)
             ValueError,
             "plain or an FP8 output, got neither",
         ),
-        (lambda: op.activation_forward(X, 10), ValueError, "0 to 9, or 11, got 10"),
+        (lambda: op.activation_forward(X, 10), ValueError, "0 to 9, 11 or 13, got 10"),
         (lambda: op.activation_forward(X, 11, limit=0.0), ValueError, "limit above 0, got 0"),
         (lambda: op.activation_forward(X, 11, alpha=-1.0), ValueError, "alpha above 0, got -1"),
         (

@@ -97,7 +97,7 @@ TABLE: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any], State]] = [
         for name, rows in {
             **dict.fromkeys(("relu", "qgelu", "srelu", "silu"), FFN),
             **dict.fromkeys(
-                ("geglu", "reglu", "swiglu", "clamped_swiglu", "qgeglu", "sreglu"), 2 * FFN
+                ("geglu", "reglu", "swiglu", "clamped_swiglu", "qgeglu", "sreglu", "glu"), 2 * FFN
             ),
         }.items()
     ),

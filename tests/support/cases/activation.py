@@ -11,6 +11,7 @@ PLAIN = {
 }
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
 GATED["clamped_swiglu"] = "silu"  # of clamped halves
+GATED["glu"] = "sigmoid"
 KINDS = [*PLAIN, *GATED]
 GPT_OSS = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
 
@@ -47,7 +48,7 @@ def reference(name: str, x: torch.Tensor, **numbers: float) -> torch.Tensor:
     if name in PLAIN:
         return PLAIN[name](x)
     first, second = x.chunk(2, dim=-1)
-    return PLAIN[GATED[name]](first) * second
+    return {**PLAIN, "sigmoid": torch.sigmoid}[GATED[name]](first) * second
 
 
 def reference_backward(

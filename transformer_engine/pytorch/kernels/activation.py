@@ -27,6 +27,7 @@ ACTIVATION_KINDS = {
     "silu": 8,
     "swiglu": 9,
     "clamped_swiglu": 11,
+    "glu": 13,
 }
 CLAMPED_SWIGLU = ACTIVATION_KINDS["clamped_swiglu"]
 
@@ -42,13 +43,14 @@ class ActivationParameters(NamedTuple):
 DEFAULT_PARAMETERS = ActivationParameters()
 
 # What the others compute of x or x1, by half of their number.
-_UNITS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    partial(torch.nn.functional.gelu, approximate="tanh"),
-    lambda x: x * torch.sigmoid(1.702 * x),
-    torch.nn.functional.relu,
-    lambda x: torch.nn.functional.relu(x).square(),
-    torch.nn.functional.silu,
-)
+_UNITS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
+    0: partial(torch.nn.functional.gelu, approximate="tanh"),
+    1: lambda x: x * torch.sigmoid(1.702 * x),
+    2: torch.nn.functional.relu,
+    3: lambda x: torch.nn.functional.relu(x).square(),
+    4: torch.nn.functional.silu,
+    6: torch.sigmoid,
+}
 
 _Maybe = torch.Tensor | None
 Result = tuple[_Maybe, _Maybe, _Maybe, _Maybe]

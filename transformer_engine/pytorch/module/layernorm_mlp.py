@@ -55,7 +55,7 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         bias: learn additive biases.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         activation: gelu, geglu, qgelu, qgeglu, relu, reglu, srelu (or squared_relu), sreglu, silu,
-            swiglu or clamped_swiglu.
+            swiglu, clamped_swiglu or glu.
         activation_params: of clamped_swiglu, see `ops.ClampedSwiGLU`: a dict of `limit` (7.0),
             `alpha` (1.702) and `glu_linear_offset` (1.0).
         init_method: of FC1's weight; None is a normal with deviation 0.023.

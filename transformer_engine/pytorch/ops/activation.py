@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.pytorch.chain.stages import Activation
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
+from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.kernels.activation import (
     CLAMPED_SWIGLU,
     DEFAULT_PARAMETERS,
@@ -42,7 +42,10 @@ class _Activation(SingleStageModule, FusibleOperation):
 
     def _build(self, numbers: ActivationParameters, cache_quantized_input: bool) -> None:
         super().__init__(Activation(activation_kind(self.kind), numbers))
-        _refuse_cache(self, cache_quantized_input)
+        if cache_quantized_input:
+            raise NotImplementedError(
+                f"[{type(self).__name__}] cache_quantized_input=True: the input is kept as it is"
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply it.
@@ -62,13 +65,6 @@ def _checked(op: FusibleOperation, x: torch.Tensor, gated: bool) -> torch.Tensor
     return in_autocast_dtype(x)
 
 
-def _refuse_cache(op: FusibleOperation, cache_quantized_input: bool) -> None:
-    if cache_quantized_input:
-        raise NotImplementedError(
-            f"[{type(op).__name__}] cache_quantized_input=True: the input is kept as it is"
-        )
-
-
 class GELU(_Activation):
     """The tanh approximation of GELU.
 
@@ -85,40 +81,14 @@ class GEGLU(_Activation):
     kind = "geglu"
 
 
-class GLU(FusibleOperation):
+class GLU(_Activation):
     """`sigmoid(a) * b`. `torch.nn.functional.glu` has the halves the other way round.
-
-    Args:
-        cache_quantized_input: as in all activations.
-
-    Raises:
-        NotImplementedError: `cache_quantized_input=True`.
 
     >>> GLU()(torch.tensor([0.0, 3.0]))
     tensor([1.5000])
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__()
-        _refuse_cache(self, cache_quantized_input)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it.
-
-        Args:
-            x: `(..., n)`, fp32, fp16 or bf16; `n` is even.
-
-        Returns:
-            `(..., n / 2)`, in the dtype of `x`, or of `torch.autocast` where that is on.
-
-        Raises:
-            ValueError: an odd last size.
-            TypeError: no dense tensor.
-        """
-        x = _checked(self, x, gated=True)
-        wide = x.float() if x.dtype in HIGH_PRECISION else x
-        gate, linear = wide.chunk(2, dim=-1)
-        return torch.nn.functional.glu(torch.cat([linear, gate], dim=-1)).to(x.dtype)
+    kind = "glu"
 
 
 class QGELU(_Activation):
