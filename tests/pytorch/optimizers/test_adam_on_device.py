@@ -71,6 +71,33 @@ def test_without_moments_of_earlier_steps(capturable, device):
     torch.testing.assert_close(state["exp_avg_sq"], parameter.grad**2, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("betas", [(0.8, 0.9), (0.0, 0.5)])
+def test_without_bias_correction(capturable, betas, device):
+    """By the definition, and by copies and other groups of the optimizer."""
+    own = nn.Parameter(torch.randn(5, 7, device=device))
+    optimizer = FusedAdam(
+        [own], **{**SETTINGS, "betas": betas}, bias_correction=False, capturable=capturable
+    )
+    exact = own.detach().double()
+    mean, square = torch.zeros_like(exact), torch.zeros_like(exact)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        give_gradients([own], generator)
+        gradient = own.grad.double()
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        square = betas[1] * square + (1 - betas[1]) * gradient.square()
+        step = mean / (square.sqrt() + SETTINGS["eps"]) + SETTINGS["weight_decay"] * exact
+        exact -= SETTINGS["lr"] * step
+        optimizer.step()
+        optimizer = copy.deepcopy(optimizer)
+        own = optimizer.param_groups[0]["params"][0]
+        torch.testing.assert_close(own.detach().double(), exact, rtol=1e-5, atol=2e-6)
+    assert int(optimizer.param_groups[0]["step"]) == 4
+    with pytest.raises(NotImplementedError, match="expected bias_correction=False, the only"):
+        optimizer.add_param_group({"params": [own], "bias_correction": True})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masters", [True, False])
 def test_narrow_parameters_are_rounded_in_the_same_pass(dtype, masters, device):

@@ -179,7 +179,6 @@ def test_sgd_is_that_of_torch(device):
     ("make", "error", "message"),
     [
         (lambda p: FusedAdam(p, amsgrad=True), NotImplementedError, "amsgrad=False, the only"),
-        (lambda p: FusedAdam(p, bias_correction=False), NotImplementedError, "got False"),
         (
             lambda p: FusedAdam(p, exp_avg_dtype=torch.int8),
             ValueError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -34,7 +35,7 @@ from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredSt
 from transformer_engine.pytorch.parallel.dtensors import local_part, whole_value
 
 _FUSED = ("cpu", "cuda")
-_SETTINGS = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "_stored")
+_FLAGS = ("adam_w_mode", "bias_correction", "capturable", "master_weights", "use_decoupled_grad")
 _MOST_VALUES = 2**26  # of states that are in fp32 at once
 
 
@@ -51,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: added to the root.
         weight_decay: factor of the parameter in the step.
         amsgrad: False.
-        bias_correction: True.
+        bias_correction: correct the means for their start at zero, in all groups alike.
         adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
         capturable: count steps on the device, so that a step can be captured in a CUDA graph, after
             one step before the capture. Replays read the learning rate if it is a tensor. One
@@ -104,7 +105,6 @@ class FusedAdam(torch.optim.Optimizer):
         refuse_others(
             "FusedAdam",
             amsgrad=(amsgrad, False),
-            bias_correction=(bias_correction, True),
             set_grad_none=(set_grad_none is not False, True),
         )
         dtypes = dict(
@@ -114,6 +114,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._stored = StoredStates(dtypes, store_param_remainders and fp32_masters)
         self._stored.check(capturable)
         self.adam_w_mode = adam_w_mode
+        self.bias_correction = bias_correction
         self.capturable = capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
@@ -130,10 +131,8 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             NotImplementedError, ValueError, TypeError: settings that the constructor refuses.
         """
-        others = {"amsgrad": False, "bias_correction": True, "maximize": False}
-        found = {
-            name: (param_group[name], only) for name, only in others.items() if name in param_group
-        }
+        others = {"amsgrad": False, "bias_correction": self.bias_correction, "maximize": False}
+        found = {name: (param_group.get(name, only), only) for name, only in others.items()}
         refuse_others("FusedAdam", **found)
         check_settings("FusedAdam", {**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -197,7 +196,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _SETTINGS}}
+        return super().__getstate__() | {name: getattr(self, name) for name in (*_FLAGS, "_stored")}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that steps read.
@@ -246,7 +245,7 @@ class FusedAdam(torch.optim.Optimizer):
             gradients = [local_gradient(*one) for one in zip(parts, gradients, strict=True)]
         factor = None if factor is None else whole_value(factor).reshape(())
         if self.capturable:
-            how = (factor, self.adam_w_mode)
+            how = (factor, self.adam_w_mode, self.bias_correction)
             values, amaxes = step_on_device(group, parts, states, gradients, *how)
             write_quantized(parts, values, amaxes)
         else:
@@ -276,7 +275,8 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         firsts, seconds, values = (self._values(parts, states, name) for name in STATES)
         device = parts[0].local.device
-        so_far = values[0].new_full((len(values),), group["step"] - 1.0).unbind()
+        count = group["step"] - 1.0 if self.bias_correction else math.inf
+        so_far = values[0].new_full((len(values),), count).unbind()
         beta1, beta2 = group["betas"]
         (adamw if self.adam_w_mode else adam)(
             values,
@@ -389,8 +389,7 @@ class FusedAdam(torch.optim.Optimizer):
         state_dict = steps_of_groups(state_dict)
         check_shapes(self.param_groups, state_dict)
         super().load_state_dict(state_dict)
-        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        for group, saved in groups:
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     if isinstance(value, torch.Tensor):

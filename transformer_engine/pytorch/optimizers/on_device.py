@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ def step_on_device(
     gradients: Sequence[torch.Tensor],
     factor: torch.Tensor | None,
     decoupled: bool,
+    corrects: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Step parameters on one device, and round those of fewer bits.
 
@@ -37,6 +39,7 @@ def step_on_device(
         gradients: of each, of any dtype.
         factor: of all gradients, on their device, or None.
         decoupled: AdamW.
+        corrects: correct means for their start at zero; endless steps correct by nothing.
 
     Returns:
         What each part is now, in fp32, and the largest magnitude of those whose scale in FP8 it
@@ -55,6 +58,7 @@ def step_on_device(
     beta1, beta2 = group["betas"]
     rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
     rate = device_count(group["lr"], values[0].device)
+    steps = group["step"] if corrects else torch.full_like(group["step"], math.inf)
     factor = None if factor is None else factor.to(torch.float32).reshape(1)
     for (_, weight_dtype, _), members in kinds.items():
         tensors = AdamTensors(
@@ -65,7 +69,7 @@ def step_on_device(
             [] if weight_dtype is None else [parts[i].local for i in members],
             [amax for i in members if (amax := amaxes[i]) is not None],
         )
-        adam(tensors, group["step"], rate, factor, rules)
+        adam(tensors, steps, rate, factor, rules)
     for (_, local, piece), value in zip(parts, values, strict=True):
         if piece is None and not local.is_contiguous():
             local.copy_(value)
