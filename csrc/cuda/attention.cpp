@@ -115,16 +115,17 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
       add(Slot::GradValueOffsets, key_.grad_value, true);
     }
   }
-  const auto side = [&](const AttentionSequences& sequences, Slot slot) {
+  const auto side = [&](const AttentionSequences& sequences, Slot slot, int64_t tokens) {
     at(pointers, slot) = next;
     auto* lengths = reinterpret_cast<int32_t*>(next);
     next += key_.batch * static_cast<int64_t>(sizeof(int32_t));
+    const int32_t* ends = sequences.ends ? sequences.ends.ptr<int32_t>() : nullptr;
     const int32_t* starts = sequences.starts ? sequences.starts.ptr<int32_t>() : nullptr;
-    return AttentionOffsets::Ends{sequences.ends.ptr<int32_t>(), starts, lengths};
+    return AttentionOffsets::Ends{ends, starts, lengths, static_cast<int32_t>(tokens)};
   };
-  p.query = side(args.query_sequences, Slot::QueryLengths);
-  p.key = side(args.key_sequences, Slot::KeyLengths);
-  p.real = args.query_sequences.ends.numel() - 1;
+  p.query = side(args.query_sequences, Slot::QueryLengths, key_.queries);
+  p.key = side(args.key_sequences, Slot::KeyLengths, key_.keys);
+  p.real = args.query_sequences.ends ? args.query_sequences.ends.numel() - 1 : key_.batch;
   p.batch = key_.batch;
   write_offsets(p, stream);
 }
@@ -224,7 +225,7 @@ void attention(const AttentionArgs& args, const AttentionGradients* gradients,
   plans().with(key, [&](const AttentionPlan& plan) {
     plans().built(plan, stream).run(pointers, scratch, stream_of(stream));
   });
-  if (key.padded) clear_rows(args, written_rows(args, gradients), stream_of(stream));
+  if (args.query_sequences.ends) clear_rows(args, written_rows(args, gradients), stream_of(stream));
   if (args.fp8) raise_amaxes(args.fp8, backward, stream_of(stream));
 }
 

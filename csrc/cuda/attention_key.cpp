@@ -23,9 +23,17 @@ int64_t stride_of(const TensorView& t, int axis) {
 AttentionStrides strides_of(const TensorView& t, AttentionFormat format) {
   if (!t) return {};
   if (format == AttentionFormat::Thd)
-    return {.batch = 0, .head = stride_of(t, 1), .token = t.stride(0)};
+    return {.batch = 0, .head = stride_of(t, 1), .token = stride_of(t, 0)};
   const int batch = format == AttentionFormat::Sbhd ? 1 : 0;
   return {.batch = stride_of(t, batch), .head = stride_of(t, 2), .token = stride_of(t, 1 - batch)};
+}
+
+// cuDNN for Hopper (9.19 to 9.30) takes keys in tiles of 128, and masks what is behind the last one
+// in tiles of 64. The score of that is 0, and exp(0 - log-sum-exp) overflows where all scores of a
+// query are below -88: its gradient is NaN. Lengths mask all of it, and so do causal masks.
+bool misses_tail(const AttentionKey& key) {
+  const bool is_masked = key.right == 0 && (key.bottom_right || key.queries <= key.keys);
+  return key.keys % 128 == 64 && !key.fp8() && !is_masked;
 }
 
 int64_t bits_of(float value) { return std::bit_cast<int32_t>(value); }
@@ -41,7 +49,6 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   dtype = static_cast<int64_t>(q.dtype);
   backward = gradients != nullptr;
   packed = args.packed();
-  padded = static_cast<bool>(args.query_sequences.ends);
   if (format == AttentionFormat::Thd) {
     batch = round_up(args.query_sequences.ends.numel() - 1, 1);
     queries = round_up(args.query_sequences.longest, kLeastTokens);
@@ -67,6 +74,7 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   left = settings.left;
   right = settings.right;
   bottom_right = settings.bottom_right;
+  padded = args.query_sequences.ends || (backward && misses_tail(*this));
   scale_bits = bits_of(settings.scale);
   dropout_bits = bits_of(settings.dropout);
   alibi = settings.alibi;

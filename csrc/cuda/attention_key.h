@@ -19,7 +19,7 @@ struct AttentionKey {
   int64_t device = 0, dtype = 0, backward = 0;
   int64_t grad_dtype = 0;  // of the backward
   int64_t packed = 0;      // tensors have offsets for each sequence
-  int64_t padded = 0;      // each sequence has a length of its own
+  int64_t padded = 0;      // cuDNN is told the length of each sequence
   // Of thd batch, longest and tokens are rounded up, so that few graphs serve all.
   int64_t batch = 0, queries = 0, keys = 0, query_tokens = 0, key_tokens = 0;
   int64_t heads = 0, groups = 0, key_size = 0, value_size = 0;

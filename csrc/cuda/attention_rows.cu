@@ -17,8 +17,10 @@ __global__ void __launch_bounds__(kThreads) offsets_kernel(AttentionOffsets p) {
   if (b > p.batch) return;
   const int64_t known = b < p.real ? b : p.real;
   if (b < p.batch) {
-    for (const auto* side : {&p.query, &p.key})
-      side->lengths[b] = b < p.real ? side->ends[b + 1] - side->ends[b] : 0;
+    for (const auto* side : {&p.query, &p.key}) {
+      const bool whole = side->ends == nullptr;
+      side->lengths[b] = b >= p.real ? 0 : whole ? side->whole : side->ends[b + 1] - side->ends[b];
+    }
   }
   for (int i = 0; i < p.count; ++i) {
     const auto& side = p.offsets[i].is_key ? p.key : p.query;

@@ -13,9 +13,10 @@ constexpr int kMostOffsets = 8;
 // are empty, at the end of the last real one.
 struct AttentionOffsets {
   struct Ends {
-    const int32_t* ends;
+    const int32_t* ends;    // null: all sequences are whole
     const int32_t* starts;  // null: as ends
     int32_t* lengths;       // [batch], written
+    int32_t whole;
   };
   struct Offsets {
     int64_t* at;     // [batch + 1], written

@@ -158,7 +158,7 @@ def test_cudnn_is_last_where_keys_are_cached_also_if_torch_has_put_it_first(monk
     monkeypatch.setattr(sdpa, "sdpa_order", lambda: orders[-1])
     monkeypatch.setattr(sdpa, "set_sdpa_order", orders.append)
     query = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 1, 1, 64))
-    order = sdpa._order(query, query, cached=True, recorded=False)
+    order = sdpa._order(query, query, cached=True, recorded=False, causal=False)
     assert order == (None if "math" in first else torchs)
     assert sdpa._in_order(order, sdpa.sdpa_order) == (now if order is None else torchs)
     assert orders[-1] == now
@@ -172,7 +172,7 @@ from transformer_engine.pytorch.attention.backends import sdpa
 
 x = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
 if sys.argv[1] == "ours":
-    order = sdpa._order(x, x, cached=True, recorded=False)
+    order = sdpa._order(x, x, cached=True, recorded=False, causal=False)
     sdpa._in_order(order, lambda: F.scaled_dot_product_attention(x, x, x))
 F.scaled_dot_product_attention(x, x, x)
 print(sdpa.sdpa_order())
@@ -214,3 +214,27 @@ def test_a_forward_without_gradient_in_training_mode_chooses_as_one_with(monkeyp
         module.eval()(*qkv)
     assert problems[0] == problems[1]
     assert not problems[2].training
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "recorded", "last"),
+    [
+        (128, 128, False, True, False),
+        (192, 192, False, True, True),
+        (192, 192, True, True, False),
+        (256, 192, True, True, True),
+        (192, 192, False, False, False),
+        (1, 128, False, True, True),
+    ],
+)
+def test_cudnn_is_last_where_its_gradients_may_be_nan(
+    monkeypatch, queries, keys, causal, recorded, last
+):
+    monkeypatch.setattr(sdpa, "_has_fast_cudnn", lambda device: True)
+    monkeypatch.setattr(sdpa, "sdpa_order", lambda: sdpa._CUDNN_FIRST)
+    query, key = (
+        SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 1, n, 64))
+        for n in (queries, keys)
+    )
+    order = sdpa._order(query, key, False, recorded, causal)
+    assert order == (sdpa._CUDNN_LAST if last else sdpa._CUDNN_FIRST)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import core_attention as core
-from transformer_engine.pytorch.attention.backends import choice, cudnn, cudnn_strides
+from transformer_engine.pytorch.attention.backends import choice, cudnn, strides
 from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
 from transformer_engine.pytorch.attention.backends.policy import preference
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES, mask_rule
@@ -69,7 +69,7 @@ def test_tensors_are_taken_as_they_lie():
         ((one,), False),
         (of_thd.split(4, 1), True),
     ):
-        read = cudnn_strides.readable(*inputs, placed=placed)
+        read = strides.readable_by_cudnn(*inputs, placed=placed)
         assert all(a is b for a, b in zip(read, inputs, strict=True))
 
 
@@ -85,7 +85,7 @@ def test_tensors_are_taken_as_they_lie():
     ],
 )
 def test_strides_that_cudnn_cannot_read_are_copied(x, placed):
-    (copy,) = cudnn_strides.readable(x, placed=placed)
+    (copy,) = strides.readable_by_cudnn(x, placed=placed)
     assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
 
 

@@ -162,7 +162,7 @@ def attention_backward(
         launch: False gives the shapes alone.
     """
     if launch:  # first, because gradients of thd lie as what cuDNN reads does
-        query, key, value = _aligned(query), _aligned(key), _aligned(value)
+        grad, query, key, value = _aligned(grad), _aligned(query), _aligned(key), _aligned(value)
         bias = None if bias is None else _aligned(bias, torch.preserve_format)
     inputs = (query, key, value)
     results, written = gradients_of(inputs, together, launch)

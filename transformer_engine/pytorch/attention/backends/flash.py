@@ -32,6 +32,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Requirement,
     Saved,
 )
+from transformer_engine.pytorch.attention.backends.strides import readable
 from transformer_engine.pytorch.attention.backends.varlen import Side, VarlenKernel, varlen
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
@@ -209,6 +210,7 @@ class Kernels:
         function = module.flash_attn_varlen_func if sequences else module.flash_attn_func
         keywords = {**sequences, **self.keywords(options(call), call, inputs[0].device)}
         batch_second = not sequences and call.shape.qkv_format == "sbhd"
+        inputs = tuple([readable(x) for x in inputs])
         views = batch_first(batch_second, *inputs)
         if not any(needs):
             return only_result(function(*views, **keywords)), None
@@ -245,7 +247,7 @@ class Kernels:
         q, k, v, dq, dk, dv = batch_first(facts.batch_second, *inputs, *gradients)
         keywords = {**facts.settings, **dict(zip(facts.tensors, tensors, strict=True))}
         written = {"dq": dq, "dk": dk, "dv": dv}
-        read = {"q": q, "k": k, "v": v, "out": out, "dout": grad}
+        read = {"q": q, "k": k, "v": v, "out": out, "dout": readable(grad)}
         facts.backward(**self._arguments(keywords, {**read, **written, "lse": saved.log_sum_exp}))
         return needs.pick(*gradients)
 

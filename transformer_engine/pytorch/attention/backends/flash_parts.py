@@ -16,6 +16,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Saved,
 )
 from transformer_engine.pytorch.attention.backends.flash import Kernels, importable, requirements
+from transformer_engine.pytorch.attention.backends.strides import readable
 from transformer_engine.pytorch.attention.backends.varlen import varlen_parts
 from transformer_engine.pytorch.attention.core.call import Call
 
@@ -43,6 +44,8 @@ def _strip(saved: Saved) -> Saved:
 
 def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
     inner, others, facts = stripped.unwrap()
+    *inputs, out = tensors
+    tensors = (*[readable(x) for x in inputs], out)
     found = Saved(lse.transpose(-1, -2).contiguous(), tensors, inner.facts)
     return found.wrap(others, facts)
 

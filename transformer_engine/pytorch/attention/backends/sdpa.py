@@ -40,6 +40,7 @@ from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
     kernel_of,
     sum_repeated,
 )
+from transformer_engine.pytorch.attention.backends.strides import readable
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.masks import Mask
 from transformer_engine.pytorch.capture import memoize
@@ -90,8 +91,8 @@ def _forward(
         seen, blind = _seen(mask, query, key)
     grouped = per_group > 1 and not (masked or large)
     arguments = Arguments(seen, call.dropout.p, mask.causal, call.scale, grouped)
-    inputs = (query, key, value)
-    order = None if masked or large else _order(query, key, bool(call.cache), any(needs))
+    inputs = (readable(query), readable(key), readable(value))
+    order = None if large else _order(query, key, bool(call.cache), any(needs), mask.causal)
     if not any(needs):
         out, saved = _attend(*inputs, arguments, order), None
     else:
@@ -114,7 +115,7 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
     if kernel is None:
         found = local_graph.backward(grad, inner, needs[:3])
     else:
-        found = kernel.backward(grad, inner, arguments, needs)[:3]
+        found = kernel.backward(readable(grad), inner, arguments, needs)[:3]
     query, key, value, *_ = needs.pick(*found)
     return Gradients(
         query,
@@ -148,6 +149,7 @@ def _strip(saved: Saved) -> Saved:
 
 def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
     query, key, value, out = tensors
+    query, key, value = readable(query), readable(key), readable(value)
     inner, (blind,), facts = stripped.unwrap()
     inner_facts, shape = inner.facts
     if key.shape[1] != query.shape[1] and not facts.arguments.grouped:
@@ -175,6 +177,7 @@ def _seen(
     hidden = mask.dense(queries, keys, query.device)
     assert hidden is not None, "only a full mask hides nothing"
     hidden = torch.atleast_2d(hidden)
+    hidden = hidden.expand(*hidden.shape[:-1], keys)  # no kernel broadcasts over keys
     if not mask.may_blind(queries, keys):
         return ~hidden, None
     blind = hidden.all(-1, keepdim=True)
@@ -222,14 +225,14 @@ def _is_large(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 def _order(
-    query: torch.Tensor, key: torch.Tensor, cached: bool, recorded: bool
+    query: torch.Tensor, key: torch.Tensor, cached: bool, recorded: bool, causal: bool
 ) -> list[int] | None:
-    """The order of torch's kernels, if it is to be another one; none of them may take a mask.
+    """The order of torch's kernels, if it is to be another one.
 
     cuDNN is the first where it is twice as fast as the flash attention (version 2) of torch. It is
     the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of the
-    cache, and of a prompt. An order that the user has set stays, and so do kernels that the user
-    has switched off.
+    cache, and of a prompt. And where its gradients may be NaN, see `attention_key.cpp`. An order
+    that the user has set stays, and so do kernels that the user has switched off.
     """
     if (
         query.device.type != "cuda"
@@ -238,9 +241,12 @@ def _order(
         or sdpa_order() not in (_TORCH_ORDER, _CUDNN_FIRST)
     ):
         return None
-    fewer_queries = query.shape[2] < key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
     inference = not (recorded or torch.is_grad_enabled())
-    return _CUDNN_LAST if cached or (fewer_queries and inference) else _CUDNN_FIRST
+    misses_tail = keys % 128 == 64 and not (causal and queries <= keys)
+    if cached or (queries < keys and inference) or (recorded and (misses_tail or queries == 1)):
+        return _CUDNN_LAST
+    return _CUDNN_FIRST
 
 
 def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:

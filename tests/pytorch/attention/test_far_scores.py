@@ -1,0 +1,115 @@
+"""Gradients where cuDNN has had wrong ones: scores far below zero, single queries and keys."""
+
+import math
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch.attention.backends import cudnn
+from transformer_engine.pytorch.attention.backends.backend import Problem
+
+HEADS, SIZE, BATCH = 2, 64, 2
+SIZES = [(64, 64), (100, 192), (2, 64), (200, 64), (1, 64), (1, 128), (1, 100), (64, 1), (1, 1)]
+KINDS = [
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "window",
+    "bias",
+    "arbitrary",
+    "padding",
+    "thd",
+]
+
+
+def inputs(queries, keys, scores, device):
+    """Query, key and value; all scores are near `scores`, if it is not 0."""
+    torch.manual_seed(0)
+    made = [torch.randn(BATCH, n, HEADS, SIZE, device=device) for n in (queries, keys, keys)]
+    for x, first in zip(made, (1.0, scores * math.sqrt(SIZE)), strict=False):
+        if scores:
+            x.mul_(0.1)[..., 0] = first
+    return [x.bfloat16().requires_grad_() for x in made]
+
+
+def ends(lengths, device):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+def arguments(kind, queries, keys, device):
+    """Of the module and of its call."""
+    if kind == "window":
+        return {"attn_mask_type": "no_mask"}, {"window_size": (100, 100)}
+    if kind == "bias":
+        bias = torch.zeros(1, HEADS, queries, keys, device=device, dtype=torch.bfloat16)
+        how = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+        return {"attn_mask_type": "no_mask"}, how
+    if kind == "arbitrary":
+        mask = torch.zeros(1, 1, queries, keys, dtype=torch.bool, device=device)
+        return {"attn_mask_type": kind}, {"attention_mask": mask}
+    if kind in ("padding", "thd"):
+        lengths = {"cu_seqlens_q": ends([queries] * BATCH, device)}
+        lengths["cu_seqlens_kv"] = ends([keys] * BATCH, device)
+        return {"attn_mask_type": "padding"}, lengths
+    return {"attn_mask_type": kind}, {}
+
+
+def hidden(kind, queries, keys, device):
+    i = torch.arange(queries, device=device)[:, None]
+    j = torch.arange(keys, device=device)
+    shift = keys - queries
+    if kind == "window":
+        return (j - i - shift).abs() > 100
+    return j > i + (shift if "bottom" in kind else 0) if "causal" in kind else (j < 0) & (i < 0)
+
+
+def gradients(kind, leaves, upstream):
+    queries, keys = leaves[0].shape[1], leaves[1].shape[1]
+    settings, how = arguments(kind, queries, keys, leaves[0].device)
+    qkv_format = "thd" if kind == "thd" else "bshd"
+    module = te.DotProductAttention(
+        HEADS,
+        SIZE,
+        qkv_format=qkv_format,
+        attention_dropout=0.0,
+        attention_type="cross",
+        **settings,
+    )
+    values = [x.flatten(0, 1) for x in leaves] if kind == "thd" else leaves
+    out = module(*values, **how)
+    return torch.autograd.grad(out, leaves, upstream.to(out.dtype).view(out.shape))
+
+
+@pytest.mark.parametrize("fused", ["1", "0"])
+@pytest.mark.parametrize("scores", [0.0, -120.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("queries", "keys"), SIZES)
+def test_gradients(queries, keys, kind, scores, fused, device, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+    leaves = inputs(queries, keys, scores, device)
+    upstream = torch.randn(BATCH, queries, HEADS * SIZE, device=device).bfloat16()
+    found = gradients(kind, leaves, upstream)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    query, key, value = (x.transpose(1, 2) for x in exact)
+    weights = (query @ key.transpose(-1, -2) / math.sqrt(SIZE)).masked_fill(
+        hidden(kind, queries, keys, device), -math.inf
+    )
+    out = (weights.softmax(-1).nan_to_num() @ value).transpose(1, 2).flatten(2)
+    expected = torch.autograd.grad(out, exact, upstream.double())
+    assert all([torch.isfinite(one).all() for one in found])
+    # Far scores cancel in the gradients of queries and keys: those of values remain.
+    pairs = list(zip(found, expected, strict=True))[2 if scores else 0 :]
+    for one, other in pairs:
+        torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.03)
+
+
+def test_cudnn_leaves_single_queries_to_others():
+    """Unless there is no backward, and of packed sequences, for which graphs have 64 or more."""
+    reason = "has wrong gradients of a single query"
+    (requirement,) = [one for one in cudnn.BACKEND.requirements if one.reason == reason]
+    problem, allowed = Problem(device="cuda", queries=1, keys=64), AttentionVariables()
+    assert not requirement.holds(problem, allowed)
+    for changed in ({"training": False}, {"qkv_format": "thd"}, {"queries": 2}):
+        assert requirement.holds(problem._replace(**changed), allowed)
