@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from transformer_engine.debug.calls import FeatureCalls
-from transformer_engine.debug.operands import as_tensor, matrix
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
@@ -19,11 +18,12 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     Side,
     transposed,
 )
-from transformer_engine.pytorch.fp8.casts.padding import pad
+from transformer_engine.pytorch.fp8.casts.padding import pad, resized
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer, WrappingQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
-from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 
 
 class _Modified(Operands):
@@ -139,7 +139,7 @@ class InspectedQuantizer(WrappingQuantizer):
         seen: list[torch.Tensor | None] = [None, None]
         quantized = None
         if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
-            quantized = as_tensor(x, cast, self.inner.public())
+            quantized = _as_tensor(x, cast, self.inner.public())
         # Column-wise first: the documented order of calls.
         if request.columnwise:
             result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
@@ -172,7 +172,7 @@ class InspectedQuantizer(WrappingQuantizer):
         tensor = self.calls.modify(gemm, x, self.default, self.dtype, out)
         made[gemm] = tensor
         if isinstance(tensor, QuantizedTensor):
-            return matrix(tensor, side == 1, padding), tensor
+            return _matrix(tensor, side == 1, padding), tensor
         plain = self.calls.check_dtype(tensor, self.dtype, gemm).contiguous()
         return pad(plain, padding), tensor
 
@@ -215,3 +215,42 @@ class InspectedResult(Quantizer):
         if self.plan.inspect_rowwise:
             self.calls.inspect_after(gemm, x, True)
         return x
+
+
+def _as_tensor(
+    x: torch.Tensor, cast: Operands, quantizer: Quantizer | None
+) -> QuantizedTensor | None:
+    """Return the operands of `x` as a quantized tensor without padding; None if none is in FP8.
+
+    `quantizer` is the public one, which the tensor refers to.
+    """
+    rows, cols = rows_of(x), x.shape[-1]
+    rowwise = _resized_side(cast.rowwise, rows, cols)
+    columnwise = _resized_side(cast.columnwise, cols, rows)
+    some = rowwise or columnwise
+    if some is None:
+        return None
+    kind = Float8BlockwiseQTensor if some.layout.in_blocks else Float8Tensor
+    return kind.from_operands(Operands(rowwise, columnwise), x, quantizer)
+
+
+def _resized_side(side: Side | None, rows: int, cols: int) -> Fp8Matrix | None:
+    return resized(side, rows, cols) if isinstance(side, Fp8Matrix) else None
+
+
+def _matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matrix:
+    """Return one side of a feature's tensor as an operand, with `padding` tokens of zeros added.
+
+    Raises:
+        ValueError: the tensor lacks that side.
+    """
+    side = tensor.side(columnwise)
+    if side is None:
+        raise ValueError(
+            f"[modify_tensor] expected a {type(tensor).__name__} with "
+            f"{'column' if columnwise else 'row'}-wise data, got one without"
+        )
+    if not padding:
+        return side
+    rows, cols = rows_of(tensor) + padding, tensor.shape[-1]
+    return resized(side, *((cols, rows) if columnwise else (rows, cols)))

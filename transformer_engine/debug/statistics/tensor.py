@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from transformer_engine.debug.schedules import end_of_run
 from transformer_engine.debug.statistics import feeds
 from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
 from transformer_engine.debug.statistics.rows import Kind
@@ -124,7 +123,7 @@ class TensorStatistics:
         if not self.due:
             following = [schedule.next(iteration) for schedule in schedules]
             return min((i for i in following if i is not None), default=None)
-        ends = [end_of_run(s, iteration) for s in schedules if s is None or s.due(iteration)]
+        ends = [_end_of_run(s, iteration) for s in schedules if s is None or s.due(iteration)]
         return None if None in ends else max(ends)  # type: ignore[type-var]
 
     def _rows(self, slot: Slot | None, numel: int, captured: bool) -> Rows:
@@ -244,3 +243,13 @@ class TensorStatistics:
         if self._skipped is not None:
             self._skipped(self.layer, self.tensor, reason)
             self._skipped = None
+
+
+def _end_of_run(schedule: Any, iteration: int) -> int | None:
+    """Return the first iteration after a due one that may not be due; None if all others are."""
+    if schedule is None:
+        return None
+    if schedule.freq > 1:
+        return iteration + 1
+    end: int = next(end for start, end in schedule.intervals if start <= iteration <= end)
+    return None if end >= 2**63 - 1 else end + 1

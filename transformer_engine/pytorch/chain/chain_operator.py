@@ -23,9 +23,8 @@ from transformer_engine.pytorch.chain.plan import CallPlan, joined_plan
 from transformer_engine.pytorch.chain.segment import Trace, traced
 from transformer_engine.pytorch.chain.stage_by_stage import run_forward
 from transformer_engine.pytorch.fp8.compiled_scales import refuse_in_backward
-from transformer_engine.pytorch.fp8.described import described_gemm
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.fp8.recipe_quantizers import StateInMemory
+from transformer_engine.pytorch.fp8.recipe_quantizers import StateInMemory, described_gemm
 
 Tensors = Sequence[torch.Tensor | None]
 Shapes = Sequence[torch.Size]

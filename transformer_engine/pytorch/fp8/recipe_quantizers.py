@@ -13,8 +13,15 @@ import torch
 
 from transformer_engine.pytorch.fp8.autocast import autocast
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.fp8.calibrating import CalibratingQuantizer
-from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.quantizers import (
+    DESCRIBED,
+    IDENTITY,
+    GemmQuantizers,
+    IdentityQuantizer,
+    Quantizer,
+    Tensors,
+)
 from transformer_engine.pytorch.fp8.compiled_scales import count_amaxes, scales_of_call
 from transformer_engine.pytorch.fp8.exporting import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
@@ -29,6 +36,7 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     columns_in,
 )
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
+from transformer_engine.pytorch.kernels.amax import amax as amax_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -300,6 +308,41 @@ def with_weight_scales(
 def _calibrating(forward: ScalingState, gemm: int) -> GemmQuantizers:
     first = FORWARD_COLUMNS * gemm
     return GemmQuantizers(
-        input=CalibratingQuantizer(forward.amaxes[first]),
-        weight=CalibratingQuantizer(forward.amaxes[first + 1]),
+        input=_CalibratingQuantizer(forward.amaxes[first]),
+        weight=_CalibratingQuantizer(forward.amaxes[first + 1]),
     )
+
+
+class _CalibratingQuantizer(IdentityQuantizer):
+    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
+
+    def __init__(self, amax: torch.Tensor) -> None:
+        self.amax = amax
+
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
+        self.record_amax(x)
+        return super().operands(x, request)
+
+    def record_amax(self, x: torch.Tensor) -> None:
+        self.amax.copy_(amax_of(x))
+
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
+        return IDENTITY  # a recompute records no amax
+
+    def persistent_tensors(self) -> Tensors:
+        return (self.amax,)
+
+
+def described_gemm(description: Any, columns: Any) -> GemmQuantizers:
+    """Rebuild the quantizers of a GEMM.
+
+    Args:
+        description: a `GemmQuantizers.description`.
+        columns: `GemmColumns` of scaling state; None without scaling state.
+    """
+    *six, accumulation = description
+    of_each = (*(columns or (None, None, None)), None, None, None)
+    made = [DESCRIBED[one[0]].rebuilt(one, own) for one, own in zip(six, of_each, strict=True)]
+    gemm = GemmQuantizers(*made)
+    gemm.fast_accumulation = accumulation
+    return gemm

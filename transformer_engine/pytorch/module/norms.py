@@ -30,8 +30,8 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.module.settings import HasSettings, flag_setting, setting
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
+from transformer_engine.pytorch.parallel.gradients import with_summed_gradients
 from transformer_engine.pytorch.parallel.groups import TensorParallel
-from transformer_engine.pytorch.parallel.summed_gradients import with_summed_gradients
 
 
 def norm_parameters(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,10 +19,10 @@ from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.parallel.gradients import mark_own_tokens
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallelize import remake
 from transformer_engine.pytorch.parallelize.checkpoints import share_state
-from transformer_engine.pytorch.parallelize.scatter import scatter_output
 
 _WHOLE_LAYERS = (TransformerLayer, MultiheadAttention, LayerNormMLP)
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -131,7 +133,7 @@ def _share_layers(
         remake.become(module, counterpart)
         share_state(module, mesh)
     for module, kind in scattered:
-        scatter_output(module, ranks, cut=kind == "scatter")
+        _scatter_output(module, ranks, cut=kind == "scatter")
 
 
 def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -167,3 +169,22 @@ def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.
             "[parallelize] expected a plan of modules that are not parts of shared ones, got"
             f" {sorted(inside)}: a layer is shared as a whole"
         )
+
+
+def _scatter_output(module: nn.Module, ranks: TensorParallel, cut: bool) -> None:
+    """Note that gradients of its parameters are of a rank's tokens; `cut`: its output is, too."""
+    mark_own_tokens(module, ranks)
+    if cut:
+        module.register_forward_hook(partial(_own_part, ranks))
+
+
+def _own_part(
+    ranks: TensorParallel, module: nn.Module, arguments: Any, out: torch.Tensor
+) -> torch.Tensor:
+    if out.shape[0] % ranks.size:
+        raise ValueError(
+            f"[parallelize] expected a first size that can be divided by tp_size={ranks.size}, got "
+            f"{out.shape[0]}, with sequence_parallel=True"
+        )
+    assert ranks.rank is not None
+    return out.chunk(ranks.size)[ranks.rank]

@@ -15,8 +15,11 @@ from transformer_engine.pytorch.fp8.model_init import ModelInit, quantized_model
 from transformer_engine.pytorch.module.settings import own_settings
 from transformer_engine.pytorch.parallel.construction import made_with
 from transformer_engine.pytorch.parallel.shards import Shard
-from transformer_engine.pytorch.parallelize.fp8_parts import fp8_part, share_initial_value
+from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.attributes import InitialValue
+from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
+from transformer_engine.pytorch.tensor.writing import ShardRanks
 
 
 def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Module:
@@ -83,7 +86,7 @@ def become(module: Any, made: Any) -> None:
             data = _part(parameter, shard, made.get_parameter(name))
         own.adopt(module, name, data, parameter.requires_grad)
         if shard is not None:
-            share_initial_value(parameter, module.get_parameter(name), shard, shard.ranks.rank)
+            _share_initial_value(parameter, module.get_parameter(name), shard, shard.ranks.rank)
     if scaling:
         module.scaling = scaling
 
@@ -95,5 +98,27 @@ def _part(parameter: torch.Tensor, shard: Shard, made: torch.Tensor) -> torch.Te
     if not isinstance(data, QuantizedTensor):
         return shard.of(data, rank).clone()
     if isinstance(made, QuantizedTensor):
-        return fp8_part(data, shard, rank)
+        return _fp8_part(data, shard, rank)
     return shard.of(data.dequantize(), rank).clone()
+
+
+def _fp8_part(weight: QuantizedTensor, shard: Shard, rank: int) -> QuantizedTensor:
+    """The part of a rank, with the values that it has in the whole.
+
+    The parts keep one scale, that of the whole: who writes them reduces their largest magnitude.
+    Blocks of 128 are those of the part. All ranks call it.
+    """
+    quantizer = WeightQuantizer.writing(weight).over(
+        ShardRanks(layer=(shard.ranks.check(),), groups=())
+    )
+    values = shard.of(weight.decoded(torch.float32), rank).contiguous()
+    scales = None if layout_of(weight._format).in_blocks else weight.scales
+    matrix = quantizer.restored(values, scales, weight.dtype)
+    return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)
+
+
+def _share_initial_value(weight: Any, part: Any, shard: Shard, rank: int) -> None:
+    """Let a part have its part of what the weight was initialised with, where that is kept."""
+    initial = getattr(weight, "initial_value", None)
+    if initial is not None and initial.get() is not None:
+        InitialValue(shard.of(initial.get(), rank).clone()).attach(part)
