@@ -182,7 +182,6 @@ def activation_forward(
             `kernels.moments.moments`.
         active: flag on the device for `moments`.
         limit: see `ActivationParameters`; so are the next two.
-        alpha: see `limit`.
         offset: its `glu_linear_offset`.
 
     Returns:
@@ -252,19 +251,12 @@ def activation_backward(
         kind: as in forward.
         plain: return `dx` in the dtype of `x`.
         format: as in forward, for `dx`; so are `scale`, `amax`, `rowwise` and `columnwise`.
-        scale: see `format`.
-        amax: see `format`.
-        rowwise: see `format`.
-        columnwise: see `format`.
         dbias: dtype of the column sums of the fp32 `dx`; None for no bias gradient.
         current: current scaling: return the scales for quantising `dx` (needs `plain`).
         power_of_2: as in forward.
         epsilon: as in forward.
         moments: as in forward, for `dx`; so is `active`.
-        active: see `moments`.
         limit: as in forward; so are `alpha` and `offset`.
-        alpha: see `limit`.
-        offset: see `limit`.
         again: written: `y` once more, in the dtype of `x` (`dy` itself may be given); or, with
             `again_scales`, its transposed codes, uint8 `[n, rows]`.
         again_scales: fp32 `[2]`, {1/scale, scale} of the codes.

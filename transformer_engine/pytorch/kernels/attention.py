@@ -86,7 +86,6 @@ def attention_forward(
         sink: fp32 `[heads]`.
         seed: int64 `[2]`, of dropout.
         statistics: whether a backward will follow.
-        launch: False gives the shapes alone.
 
     Returns:
         The result, `[..., heads * size of value]`, and fp32 statistics of the softmax, one for each
@@ -150,16 +149,12 @@ def attention_backward(
 
     Args:
         grad: gradient of the result, contiguous.
-        query: the forward's.
-        key: the forward's.
-        value: the forward's.
         out: what the forward returned; it and `grad` may also be `[..., heads, size of value]`.
         statistics: what the forward returned.
         settings: the forward's; `deterministic` is read here alone.
         needs_bias: whether to make the bias gradient.
         needs_sink: whether to make the sink's gradient.
         together: where the first three lie, see above; an operator's are never parts.
-        launch: False gives the shapes alone.
     """
     if launch:  # first, because gradients of thd lie as what cuDNN reads does
         grad, query, key, value = _aligned(grad), _aligned(query), _aligned(key), _aligned(value)

@@ -48,7 +48,6 @@ def fp8_attention_forward(
         statistics: whether a backward will follow.
         amaxes: fp32 `[1]` each, raised to those of softmax result and result; None where nobody
             asks.
-        launch: False gives the shapes alone.
 
     Returns:
         Codes of the result, `[..., heads * size of value]`, E4M3; fp32 statistics of the softmax,
@@ -87,9 +86,6 @@ def fp8_attention_backward(
 
     Args:
         grad: codes of the gradient of the result, contiguous.
-        query: the forward's.
-        key: the forward's.
-        value: the forward's.
         out: what the forward returned.
         statistics: what the forward returned.
         pairs: what the forward returned.
@@ -100,7 +96,6 @@ def fp8_attention_backward(
         amaxes: fp32 `[1]` each, raised to those of the gradients of the product, of query, of key
             and of value; None where nobody asks.
         together: where the gradients lie, `APART` or `AS_INPUTS`.
-        launch: False gives the shapes alone.
 
     Returns:
         Their codes; and fp32 `[2]` = {1/scale, scale} of them.

@@ -23,7 +23,6 @@ def cross_entropy_forward(
     Args:
         logits: `[rows, classes]`, fp32, fp16 or bf16, contiguous.
         labels: `[rows]`, int32: a class of these, `ELSEWHERE` or `IGNORED`.
-        launch: False gives the shapes alone.
 
     Returns:
         `[4, rows]` in fp32: the largest logit, and less that, the sum of exponentials, the label's

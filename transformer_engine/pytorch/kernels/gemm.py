@@ -77,7 +77,6 @@ def gemm(
             fp16, else bf16).
         allow_tf32: multiply fp32 operands on the tensor cores, in TF32; None is what
             `torch.backends.cuda.matmul` says.
-        launch: False gives the shape alone.
     """
     n = b.shape[-1 if b_transposed else 0]
     sizes = a.shape

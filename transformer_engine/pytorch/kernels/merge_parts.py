@@ -42,7 +42,6 @@ def merge_parts(
         begins: for each part the token of `out` that is its first one.
         token_axis: the axis of tokens in `[a, b, heads, size]`, 0 or 1.
         fresh: `out` and `log_sum_exp` hold nothing yet. Rows that no part has become zero.
-        launch: False does nothing.
     """
     if not launch:
         return

@@ -125,16 +125,10 @@ def norm_backward(
     *,
     launch: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of `norm_forward`.
+    """Gradients of `norm_forward`; arguments not listed are what it read or returned.
 
     Args:
         dy: shape of `x`, fp32, fp16 or bf16, contiguous.
-        x: what forward read.
-        gamma: what forward read.
-        mean: what forward returned.
-        rstd: what forward returned.
-        kind: as in forward.
-        zero_centered: as in forward.
         residual_grad: added to `dx` before it is rounded; shape and dtype of `x`.
 
     Returns:

@@ -35,7 +35,6 @@ def rope(
         backward: turn a gradient back.
         period: heads that repeat: of each so many in a row the first `rotated` are turned.
         rotated: see `period`; the other heads are copied.
-        launch: False gives the shape alone.
 
     Returns:
         A contiguous tensor of the shape and dtype of `x`.

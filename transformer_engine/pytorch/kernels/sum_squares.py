@@ -16,7 +16,6 @@ def sum_squares(tensors: list[torch.Tensor], *, launch: bool = True) -> torch.Te
 
     Args:
         tensors: one at least, on one device, contiguous, fp32, fp16 or bf16.
-        launch: False gives the shape alone.
 
     Returns:
         fp32 `[parts]`: the sum of a norm's square. Equal tensors give equal bits.
