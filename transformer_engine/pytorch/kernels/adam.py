@@ -57,18 +57,7 @@ def adam(
         factor: fp32, one value on their device: of all gradients.
         rules: everything else.
     """
-    _C.adam(
-        tensors.parameters,
-        tensors.means,
-        tensors.squares,
-        tensors.gradients,
-        tensors.weights,
-        tensors.amaxes,
-        step,
-        rate,
-        factor,
-        rules,
-    )
+    _C.adam(*tensors, step, rate, factor, rules)
     torch.autograd.graph.increment_version(
         (*tensors.parameters, *tensors.means, *tensors.squares, *tensors.weights, *tensors.amaxes)
     )

@@ -90,23 +90,9 @@ def norm_forward(
     rstd = x.new_empty(rows, dtype=torch.float32)
     if launch:
         same = (x, gamma, beta, kind, epsilon, zero_centered)
-        _C.norm_forward(
-            *same,
-            y,
-            codes,
-            transposed,
-            scales,
-            mean,
-            rstd,
-            format,
-            scale,
-            amax,
-            current,
-            amax_epsilon,
-            power_of_2,
-            None if alone else moments,
-            active,
-        )
+        outputs = (y, codes, transposed, scales, mean, rstd)
+        scaling = (format, scale, amax, current, amax_epsilon, power_of_2)
+        _C.norm_forward(*same, *outputs, *scaling, None if alone else moments, active)
         if alone:  # a kernel of its own makes row-wise FP8 alone, and sums in its own order
             norm_forward(*same, x.dtype, moments=moments, active=active)
     return None if out_dtype is None else y, codes, transposed, scales, mean, rstd
@@ -140,16 +126,6 @@ def norm_backward(
     dbeta = torch.empty_like(gamma) if kind == LAYER_NORM else None
     if launch:
         _C.norm_backward(
-            dy,
-            x,
-            gamma,
-            mean,
-            rstd,
-            kind,
-            zero_centered,
-            residual_grad,
-            dx,
-            dgamma,
-            dbeta,
+            dy, x, gamma, mean, rstd, kind, zero_centered, residual_grad, dx, dgamma, dbeta
         )
     return dx, dgamma, dbeta

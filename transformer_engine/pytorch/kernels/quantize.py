@@ -50,18 +50,8 @@ def quantize(
     own_scales = x.new_empty(2, dtype=torch.float32) if scales is None else None
     bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
-        _C.quantize(
-            x,
-            codes,
-            transposed,
-            own_scales if scales is None else scales,
-            scale,
-            amax,
-            format,
-            bias_grad,
-            moments,
-            active,
-        )
+        pair = own_scales if scales is None else scales
+        _C.quantize(x, codes, transposed, pair, scale, amax, format, bias_grad, moments, active)
     return codes, transposed, own_scales, bias_grad
 
 

@@ -60,15 +60,7 @@ def quantize_blocks(
     bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
         _C.quantize_blocks(
-            x,
-            codes,
-            scales,
-            transposed,
-            column_scales,
-            format,
-            power_of_2,
-            epsilon,
-            bias_grad,
+            x, codes, scales, transposed, column_scales, format, power_of_2, epsilon, bias_grad
         )
         merge_moments(x, moments, active)
     return codes, scales, transposed, column_scales, bias_grad
