@@ -150,8 +150,7 @@ class Planner:
         return bool(answer)
 
     def _routed(self, call: str, tensor: GemmTensor, gemm: str | None = None) -> tuple[Any, ...]:
-        routed: tuple[Any, ...] = self.manager.route(NAMESPACE, self.layer, call, tensor.name, gemm)
-        return routed
+        return self.manager.route(NAMESPACE, self.layer, call, tensor.name, gemm)
 
     def _makes_fp8(self, tensor: GemmTensor, gemm: str) -> bool:
         """Whether a feature that modifies the tensor returns FP8, which needs an FP8 GEMM."""

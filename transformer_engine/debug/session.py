@@ -69,8 +69,7 @@ def collector() -> Collector:
     manager: Any = api.DEBUG_MANAGER
     if manager is None:
         raise RuntimeError("[statistics] expected a session: call debug_api.initialize() first")
-    found: Collector = manager.statistics
-    return found
+    return manager.statistics
 
 
 def reduce_weights(enabled: bool) -> None:

@@ -217,8 +217,7 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     To look for transforms, and for tensors that one has left behind, costs up to 3 us a call.
     """
     bare = super(torch.autograd.Function, function)
-    apply: Callable[..., Any] = getattr(bare, "apply", function.apply)
-    return apply
+    return getattr(bare, "apply", function.apply)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

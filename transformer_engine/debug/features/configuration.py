@@ -56,10 +56,7 @@ class Modifying:
             return amax(x)
         manager: Any = api.DEBUG_MANAGER
         what = "layer {}, gemm {}, tensor {}".format(*where)
-        found: torch.Tensor = manager.statistics.shared_amax.of(
-            x, f"{type(self).__name__} of {what}", groups
-        )
-        return found
+        return manager.statistics.shared_amax.of(x, f"{type(self).__name__} of {what}", groups)
 
     def log_call(self, layer_name: str, gemm: str, tensor_name: str) -> None:
         """Write one line to the debug log for every layer, gemm and tensor."""

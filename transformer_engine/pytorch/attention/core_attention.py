@@ -97,14 +97,12 @@ class CoreAttention(Part):
             query, key, value = (x.view_as(x) for x in inputs)
         plan, parameters = self._plan(backend, coming, needs, call)
         step = None if call.casts is None else call.casts.step
-        out: torch.Tensor = call_chain(plan, step, query, key, value, *parameters)
-        return out
+        return call_chain(plan, step, query, key, value, *parameters)
 
 
 def _backend_for(like: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     if call.context is not None and call.context.backend_for is not None:
-        found: Backend = call.context.backend_for(like, needs, call)
-        return found
+        return call.context.backend_for(like, needs, call)
     return choose(like.device, like.dtype, any(needs), call)
 
 

@@ -52,8 +52,7 @@ class _Member(NamedTuple):
         own = tuple([likes[i] for i in self.likes])
         coming = Incoming(own, tuple([needs[v] for v in self.inputs]), records)
         if not (self.arguments or self.keywords):
-            planned: Planned | None = self.part.plan_call(coming)
-            return planned
+            return self.part.plan_call(coming)
         arguments = [_resolved(one, groups) for one in self.arguments]
         keywords = {name: _resolved(one, groups) for name, one in self.keywords.items()}
         return self.part.plan_call(coming, *arguments, **keywords)

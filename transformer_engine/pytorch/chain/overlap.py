@@ -72,8 +72,7 @@ class RecordedParamGradTask(ParamGradTask):
             memory = recorded.run(inputs)
             if memory is not None:
                 recorded.count_call()
-                grads: Sequence[Any] = results_of(memory)
-                return grads
+                return results_of(memory)
         return self._by_stage(like, self._saved(self.buffers, self.target))
 
     def _saved(self, buffers: Tensors, target: Any) -> Saved:

@@ -213,8 +213,7 @@ class ScalingMembers:
             self._agree([len(state.scales) for state in states])
             self._checked = self._seen
         amaxes = gather_amax(table, self.columns, None, "most_recent")
-        reduced: torch.Tensor = all_reduce(amaxes, self.process_group, "max").wait()
-        return reduced
+        return all_reduce(amaxes, self.process_group, "max").wait()
 
     def _agree(self, scales: list[int]) -> None:
         """Raise RuntimeError on all ranks if they are about to reduce different numbers of amaxes.

@@ -80,8 +80,7 @@ def composite_op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., An
     def register(body: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, body, "CompositeImplicitAutograd")
-        operator: Callable[..., Any] = getattr(torch.ops.te, name)
-        return operator
+        return getattr(torch.ops.te, name)
 
     return register
 

@@ -92,8 +92,7 @@ class DropPath(nn.Module):
         """Drop samples, or with `cu_seqlens` `[batch + 1]` sequences of packed tokens."""
         if self.drop_prob == 0.0 or not self.training:
             return hidden_state
-        out: torch.Tensor = _PART(hidden_state, cu_seqlens, self.drop_prob, self.batch_dim)
-        return out
+        return _PART(hidden_state, cu_seqlens, self.drop_prob, self.batch_dim)
 
     def plan_call(self, values: Incoming, cu_seqlens: torch.Tensor | None = None) -> Planned | None:
         """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`."""

@@ -157,8 +157,7 @@ def moe_unpermute(
     _check_places(row_id_map, tokens, probs)
     if probs is not None:
         weighted = inp.float() * _weights(probs, row_id_map)[:, None]
-    result: torch.Tensor = _Scatter.apply(weighted, row_id_map[:, 0], tokens, inp.dtype)
-    return result
+    return _Scatter.apply(weighted, row_id_map[:, 0], tokens, inp.dtype)
 
 
 def moe_sort_chunks_by_index(

@@ -87,7 +87,7 @@ class AllGather(_Collective):
             TypeError: no dense tensor.
         """
         group, ranks = self._group(x)
-        return x if ranks == 1 else _through(x, group, all_gather, reduce_scatter)
+        return x if ranks == 1 else _Exchange.apply(x, group, all_gather, reduce_scatter)
 
 
 class ReduceScatter(_Collective):
@@ -122,7 +122,7 @@ class ReduceScatter(_Collective):
             raise ValueError(
                 f"[ReduceScatter] expected rows divisible among {ranks} ranks, got {tuple(x.shape)}"
             )
-        return x if ranks == 1 else _through(x, group, reduce_scatter, all_gather)
+        return x if ranks == 1 else _Exchange.apply(x, group, reduce_scatter, all_gather)
 
 
 class AllReduce(_Collective):
@@ -159,7 +159,7 @@ class AllReduce(_Collective):
             TypeError: no dense tensor.
         """
         group, ranks = self._group(x)
-        return x if ranks == 1 else _through(x, group, _summed, _unchanged)
+        return x if ranks == 1 else _Exchange.apply(x, group, _summed, _unchanged)
 
 
 Collective = Callable[[torch.Tensor, Any], Pending]
@@ -173,13 +173,6 @@ def _unchanged(grad: torch.Tensor, group: Any) -> Pending:
     return Pending(grad)
 
 
-def _through(
-    x: torch.Tensor, group: Any, forward: Collective, backward: Collective
-) -> torch.Tensor:
-    result: torch.Tensor = _Exchange.apply(x, group, forward, backward)
-    return result
-
-
 class _Exchange(torch.autograd.Function):
     """A collective, and the one of its gradient."""
 
@@ -188,10 +181,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: Any, forward: Collective, backward: Collective
     ) -> torch.Tensor:
         ctx.call = group, forward, backward
-        result: torch.Tensor = forward(x.contiguous(), group).wait()
-        return result
+        return forward(x.contiguous(), group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         group, forward, backward = ctx.call
-        return _through(grad, group, backward, forward), None, None, None
+        return _Exchange.apply(grad, group, backward, forward), None, None, None

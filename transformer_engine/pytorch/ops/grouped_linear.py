@@ -91,5 +91,4 @@ class GroupedLinear(grouped_linear.GroupedLinear, FusibleOperation):
             ValueError: `split_sizes` has not one number for each group, or they do not add up.
             TypeError: an FP8 tensor as input; numbers of rows that are no ints.
         """
-        out: torch.Tensor = super().forward(x, split_sizes)
-        return out
+        return super().forward(x, split_sizes)

@@ -78,8 +78,7 @@ class L2Normalization(HasSettings, FusibleOperation):
         size = x.shape[-1]
         if size not in self._by_size:
             self._by_size[size] = _L2Normalization(size, self.eps)
-        out: torch.Tensor = self._by_size[size](x)
-        return out
+        return self._by_size[size](x)
 
     def extra_repr(self) -> str:
         """The setting."""

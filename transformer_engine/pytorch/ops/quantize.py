@@ -108,13 +108,12 @@ class Quantize(ScaledModule, FusibleOperation):
         forward = self.casts_input and not isinstance(x, QuantizedTensor)
         if forward and not casts.quantizers.fp8:
             casts.quantizers.input.record_amax(x.detach().contiguous())  # if it calibrates
-        result: torch.Tensor = _Cast.apply(
+        return _Cast.apply(
             x,
             casts.quantizers.input.public() if forward else None,
             casts.quantizers.grad_output.public() if self.casts_gradient else None,
             casts.step,
         )
-        return result
 
     def _casts(self, x: torch.Tensor) -> _Casts | None:
         """The casts of a call in the open scope; None in high precision."""
@@ -138,8 +137,7 @@ class Quantize(ScaledModule, FusibleOperation):
         built: Any = build_quantizers(self, stack.scope, recording, device)  # type: ignore[arg-type]
         if stack.scope.key >= 0:
             stack.join(self.scaling, recording)
-        quantizers: GemmQuantizers = built.gemms[0]
-        return quantizers
+        return built.gemms[0]
 
     def extra_repr(self) -> str:
         """The settings."""
@@ -157,8 +155,7 @@ class _Cast(torch.autograd.Function):
         if quantizer is None:
             return x.view_as(x)
         quantizer.set_usage(columnwise=False)
-        result: torch.Tensor = quantizer.quantize(x)
-        return result
+        return quantizer.quantize(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

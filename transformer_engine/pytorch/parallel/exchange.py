@@ -254,8 +254,7 @@ def _exchange(
 
 def all_gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`[ranks, ...]`: the tensors of all ranks, of equal shapes."""
-    stack: torch.Tensor = all_gather(x.contiguous().unsqueeze(0), group).wait()
-    return stack
+    return all_gather(x.contiguous().unsqueeze(0), group).wait()
 
 
 def reduce_scatter_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

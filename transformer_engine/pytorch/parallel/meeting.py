@@ -153,8 +153,7 @@ class Meeting:
         verdict = self._key("verdict", self.ranks[0], self._number + 1)
         if self._store is None or not self._store.check([verdict]):
             return {}
-        found: Facts = json.loads(self._store.get(verdict))
-        return found
+        return json.loads(self._store.get(verdict))
 
     def _absence(self, doing: str, absent: Iterable[int]) -> str:
         waited = f"{self.timeout.total_seconds():g} s"

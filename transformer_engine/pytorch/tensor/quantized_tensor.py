@@ -153,8 +153,7 @@ class QuantizedTensor(WithoutStorage):
         To autograd it is the identity.
         """
         if self.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            found: torch.Tensor = Dequantize.apply(self, dtype)
-            return found
+            return Dequantize.apply(self, dtype)
         return self.plain_values(dtype)
 
     def plain_values(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -69,5 +69,4 @@ def restore_from_func_ctx(ctx: Any) -> list[Any]:
     >>> x.grad
     tensor([6.])
     """
-    restored: list[Any] = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
-    return restored
+    return restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)

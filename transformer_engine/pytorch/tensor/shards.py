@@ -240,8 +240,7 @@ def with_piece(parameter: Any, piece: torch.Tensor) -> torch.Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     size = {"shape": parameter.shape, "stride": parameter.stride()}
     kind: Any = type(parameter)
-    found: torch.Tensor = kind.from_local(piece, mesh, placements, run_check=False, **size)
-    return found
+    return kind.from_local(piece, mesh, placements, run_check=False, **size)
 
 
 def initial_value(parameter: Any) -> Any:

@@ -28,8 +28,7 @@ class Dequantize(torch.autograd.Function):
     def forward(ctx: Any, x: Any, dtype: torch.dtype | None) -> torch.Tensor:
         """The values."""
         ctx.dtype = x.dtype
-        values: torch.Tensor = x.plain_values(dtype)
-        return values
+        return x.plain_values(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -218,8 +218,7 @@ def _scales(weight: Float8Tensor, largest: torch.Tensor) -> torch.Tensor:
         scale = quantizer.scale.detach().float().reshape(1)
         return torch.cat([scale.reciprocal(), scale])
     if getattr(quantizer, "writes_weights", False):
-        found: torch.Tensor = quantizer.scales_of([largest.clone()])[0]
-        return found
+        return quantizer.scales_of([largest.clone()])[0]
     power_of_2, epsilon = (getattr(quantizer, n, 0) for n in ("power_of_2", "epsilon"))
     return current_scales(largest.clone(), weight._format, bool(power_of_2), float(epsilon))
 

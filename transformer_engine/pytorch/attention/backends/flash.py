@@ -332,8 +332,7 @@ def batch_first(batch_second: bool, *tensors: torch.Tensor) -> tuple[torch.Tenso
 
 def only_result(out: Any) -> torch.Tensor:
     """The result without the statistics that some versions return beside it."""
-    result: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
-    return result
+    return out[0] if isinstance(out, tuple | list) else out
 
 
 def aligned(problem: Problem) -> bool:

@@ -304,5 +304,4 @@ def part_backward(
     backend, stripped = saved_part
     assert backend.parts is not None
     saved = backend.parts.restore(stripped, tensors, log_sum_exp, part.call)
-    found: Gradients = backend.backward(grad, saved, part.call.settings(), needs)
-    return found
+    return backend.backward(grad, saved, part.call.settings(), needs)

@@ -122,8 +122,7 @@ def gather_sequence(
     facts = {"x": list(x.shape), "dtype": x.dtype, "dim": seq_dim, "sequences": sequences}
     values = dict if cu_seqlens is None else lambda: {"cu_seqlens": cu_seqlens.tolist()}
     agree_once("gather_sequence", groups, facts, values)
-    gathered: torch.Tensor = _Gather.apply(x, groups, seq_dim, cu_seqlens)
-    return gathered
+    return _Gather.apply(x, groups, seq_dim, cu_seqlens)
 
 
 class _Gather(torch.autograd.Function):

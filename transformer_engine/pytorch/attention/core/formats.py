@@ -217,8 +217,7 @@ def move_rows(x: torch.Tensor, maps: Maps) -> torch.Tensor:
     """Rows of x as the maps say; gradients go the way back."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return gather_rows(x, maps.rows, maps.absent)
-    moved: torch.Tensor = _GatherRows.apply(x, maps)
-    return moved
+    return _GatherRows.apply(x, maps)
 
 
 def pad_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:

@@ -166,8 +166,7 @@ def _has_packs(x: torch.Tensor) -> bool:
 )
 def _split_in_graph(x: torch.Tensor, *layout: Any) -> tuple[torch.Tensor, ...]:
     """`_Split` as an operator: it is called, not traced, so it can see views of one tensor."""
-    parts: tuple[torch.Tensor, ...] = _apply(x, HeadLayout(*layout))
-    return parts
+    return _apply(x, HeadLayout(*layout))
 
 
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
@@ -177,8 +176,7 @@ def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
         return views(x, layout)
     if torch.compiler.is_compiling():
         return _split_in_graph(x, *layout)
-    parts: tuple[torch.Tensor, ...] = _apply(x, layout)
-    return parts
+    return _apply(x, layout)
 
 
 def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:

@@ -183,8 +183,7 @@ def apply_rotary_pos_emb(
     if fused:
         packed = cu_seqlens if tensor_format == "thd" else None
         options = (tensor_format == "bshd", interleaved)
-        rotated: torch.Tensor = _ROPE(t, angle_table(freqs), start_positions, packed, options)
-        return rotated
+        return _ROPE(t, angle_table(freqs), start_positions, packed, options)
     freqs = freqs.view(freqs.shape[0], 1, 1, freqs.shape[-1])
     angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
     return _rotate(t, angle, interleaved)

@@ -110,8 +110,7 @@ class _ColumnGather(Pending):
             self._transfer.receive_all()
             self._lent = True
             return self._with(self._out)
-        found: Fp8Matrix = self.result  # a later collective has waited for this one already
-        return found
+        return self.result  # a later collective has waited for this one already
 
     def release(self) -> None:
         if self._lent:
@@ -125,8 +124,7 @@ class _ColumnGather(Pending):
             _C.copy(self.lend().codes, codes)
             self.release()
             self.result = self._with(codes)
-        found: Fp8Matrix = self.result
-        return found
+        return self.result
 
     def _with(self, codes: torch.Tensor) -> Fp8Matrix:
         return Fp8Matrix(codes, self._matrix.scales, self._matrix.format)
