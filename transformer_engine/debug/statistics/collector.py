@@ -115,9 +115,11 @@ class Collector:
             found = self._tensors[key]
         else:
             with self._lock:
-                group = self._weight_group(tp_group, tp_size) if tensor == "weight" else None
+                shared, group = tp_size > 1 and tp_group is not None, None
+                if tensor == "weight":
+                    group = tp_group if shared and self.weights_over_tp_group else LOCAL
                 found = self._tensors[key] = self._make(layer, tensor, device, group)
-                if found is not None and tp_size > 1 and tp_group is not None:
+                if found is not None and shared:
                     self._share(found, tp_group, replicated)
         return found
 
@@ -146,10 +148,6 @@ class Collector:
             what = f"layer {tensor.layer}, tensor {tensor.tensor}"
             whole = functools.partial(self.shared_amax.of, what=what, groups=(tp_group,))
             tensor.name = TensorName(tensor.layer, tensor.tensor, whole)
-
-    def _weight_group(self, tp_group: Any, tp_size: int) -> Any:
-        reduced = self.weights_over_tp_group and tp_size > 1 and tp_group is not None
-        return tp_group if reduced else LOCAL
 
     def _make(
         self, layer: str, tensor: str, device: torch.device, group: Any

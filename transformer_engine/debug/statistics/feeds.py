@@ -199,7 +199,8 @@ def cast(
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
         if source.recipe == MX:
-            return _cast_to_mx(x, source)
+            flat = seen_along(x, source.columnwise)
+            return BlockCast(flat, *cast_to_mx(flat), E4M3)
         return _cast_again(x, source, _what_if(source, quantizer, of), of.amax)
     matrix = _matrix(sides[0], source.columnwise)
     if matrix is None:
@@ -233,12 +234,6 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
     codes = matrix.codes.view(matrix_shape(matrix.codes.shape))[:rows, :cols]
     inverses = matrix.layout.spread(matrix.scales, rows, cols)
     return BlockCast(flat, codes, inverses, matrix.element)
-
-
-def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
-    """Cast as `MXFP8BlockScaling()` does."""
-    flat = seen_along(x, source.columnwise)
-    return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
 def _what_if(source: Source, quantizer: Any, of: TensorName) -> Fp8Quantizer:

@@ -155,7 +155,8 @@ def places_of(
             fresh.append(i)
             continue
         number, whole = known[memory_of(x)]
-        sources[i] = Source(number, None if _is_same(x, whole) else _reading_in(x, whole))
+        start = int(whole.storage_offset()) * whole.itemsize
+        sources[i] = Source(number, None if _is_same(x, whole) else reading_of(x, start))
     place = _in_a_slab if readings is None else partial(_apart, readings=readings)
     more, found = place(saved, fresh, len(results), len(inputs) + len(picks))
     for i, source in zip(fresh, found, strict=True):
@@ -226,10 +227,6 @@ def _is_same(x: torch.Tensor, whole: torch.Tensor) -> bool:
         return True
     alike = x.dtype is whole.dtype and x.shape == whole.shape and x.stride() == whole.stride()
     return alike and x.storage_offset() == whole.storage_offset()
-
-
-def _reading_in(x: torch.Tensor, whole: torch.Tensor) -> Reading:
-    return reading_of(x, int(whole.storage_offset()) * whole.itemsize)
 
 
 def _pick(number: int, x: torch.Tensor, only: Reading | None) -> Pick:

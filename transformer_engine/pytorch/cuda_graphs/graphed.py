@@ -358,11 +358,8 @@ class _Replay(torch.autograd.Function):
             *[graphed.settings.clones_gradients] * len(graphed.gradients[count:]),
         ]
         gradients = zip(graphed.gradients, clones, strict=True)
-        return (None, None, *(g if g is None else _own(g, copies) for g, copies in gradients))
-
-
-def _own(gradient: torch.Tensor, copies: bool) -> torch.Tensor:
-    return gradient.clone() if copies else gradient.detach()
+        made = [g if g is None else g.clone() if copies else g.detach() for g, copies in gradients]
+        return (None, None, *made)
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:

@@ -284,8 +284,8 @@ def overwrite(
                 continue
             if other is not own:
                 targets.append(own)
-                fits = other.shape == own.shape
-                sources.append(other if fits else _scale_like(own, other))
+                fits = other.shape == own.shape  # tensors that users made may have 1/scale alone
+                sources.append(other if fits else scale_pair(other)[: own.numel()].view_as(own))
             if not own.is_inference():
                 written.append(own)
         # Views of codes that were made below autograd count their writes separately.
@@ -299,8 +299,3 @@ def overwrite(
     if written:
         # Below autograd nothing else tells aliases, and graphs that have saved the codes.
         torch.autograd.graph.increment_version(written)
-
-
-def _scale_like(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A scale in the form of another one: tensors that users made may have 1/scale alone."""
-    return scale_pair(other)[: own.numel()].view_as(own)

@@ -223,7 +223,8 @@ class Gather(Collective):
         if isinstance(x, Operands):
             row: Any = x.rowwise
             self._count("all-gather", row.codes, in_parts=self.ranks.overlap.gather)
-            saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
+            side: Any = x.columnwise or row
+            saved = Saved((side.codes, side.scales), side.format) if plan.saves else Saved(())
             rows = gather_rows(row, group, self.ranks.overlap.gather)
             return (rows.then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
@@ -370,10 +371,6 @@ def _plain_sides(x: Any) -> Operands:
 
 def _row_wise(row: Any) -> Operands:
     return Operands(row, None)
-
-
-def _saved_side(side: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    return (side.codes, side.scales), side.format
 
 
 def _like(bias: torch.Tensor | None, x: Any) -> torch.Tensor | None:
