@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState, state_with
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import LAYOUTS
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
@@ -92,7 +92,6 @@ def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict
     for direction, columns in ((FORWARD, forward), (BACKWARD, backward)):
         if not columns:
             continue
-        restored = ScalingState(direction, columns, length, torch.device("cpu"))
         scale = values[start : start + columns]
         history = values[start + columns : start + columns * (1 + length)].view(length, columns)
         if not bool(((scale > 0) & scale.isfinite()).all()):
@@ -100,8 +99,7 @@ def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict
                 f"[load_state_dict] expected {direction} scales above 0 and finite, got "
                 f"{scale.tolist()}: the FP8 state is damaged (layer {layer})"
             )
-        restored.replace(scale.clone(), history.clone())
-        states[direction] = restored
+        states[direction] = state_with(direction, scale.clone(), history.clone())
         start += columns * (1 + length)
     _check_weight_scales(values[start:], weights, layer)
     return states

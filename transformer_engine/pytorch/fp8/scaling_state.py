@@ -72,7 +72,7 @@ class ScalingState:
 
     def __deepcopy__(self, memo: object) -> ScalingState:
         # Copying the attributes one by one would make separate tensors of the views.
-        return _state_of(self.direction, self.scale.clone(), self.amax_history.clone())
+        return state_with(self.direction, self.scale.clone(), self.amax_history.clone())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Numbers: a process that starts by spawn gets tensors through files, which close with the
@@ -127,7 +127,8 @@ def _of_length(history: torch.Tensor, length: int) -> torch.Tensor:
     return made
 
 
-def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:
+def state_with(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:
+    """A state with these values."""
     length, count = amax_history.shape
     state = ScalingState(direction, count, length, scale.device)
     state.replace(scale, amax_history)
@@ -138,7 +139,7 @@ def _state_from(
     direction: str, scale: list[float], amax_history: list[list[float]]
 ) -> ScalingState:
     made = [torch.tensor(values, dtype=torch.float32) for values in (scale, amax_history)]
-    return _state_of(direction, *made)
+    return state_with(direction, *made)
 
 
 class ScalingMembers:

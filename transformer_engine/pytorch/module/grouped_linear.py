@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
-from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState, state_with
 from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features, check_plain
@@ -362,14 +362,10 @@ class GroupedLinear(TransformerEngineBaseModule):
 def _joined(states: list[ScalingState]) -> ScalingState:
     scale = torch.cat([state.scale for state in states])
     history = torch.cat([state.amax_history for state in states], dim=1)
-    whole = ScalingState(states[0].direction, scale.numel(), history.shape[0], scale.device)
-    whole.replace(scale, history)
-    return whole
+    return state_with(states[0].direction, scale, history)
 
 
 def _cut(state: ScalingState, index: int, count: int) -> ScalingState:
     columns = state.scale.numel() // count
     own = slice(index * columns, (index + 1) * columns)
-    part = ScalingState(state.direction, columns, state.amax_history.shape[0], state.scale.device)
-    part.replace(state.scale[own].clone(), state.amax_history[:, own].clone())
-    return part
+    return state_with(state.direction, state.scale[own].clone(), state.amax_history[:, own].clone())
