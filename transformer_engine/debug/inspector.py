@@ -218,11 +218,7 @@ class Inspector:
             if modifies:
                 gemms.pads = True  # features may make FP8
             quantizers.append(gemms)
-        result = CallPlan(call.dtype, call.needs, quantizers, call.first_microbatch)
-        result.fp8_weights = call.fp8_weights
-        result.requires_grad = call.requires_grad
-        result.in_first_forward = call.in_first_forward
-        return module.chain.prepare(result)
+        return module.chain.prepare(call.with_quantizers(quantizers))
 
     def _calls(
         self,

@@ -130,6 +130,13 @@ class CallPlan:
         """The plan with this scaling state in place of its stand-ins."""
         return self if self.bind is None else self.bind(state)
 
+    def with_quantizers(self, quantizers: Sequence[GemmQuantizers]) -> CallPlan:
+        """A plan of the same calls with other casts, which no chain has prepared yet."""
+        own = CallPlan(self.dtype, self.needs, quantizers, self.first_microbatch)
+        own.requires_grad, own.in_first_forward = self.requires_grad, self.in_first_forward
+        own.fp8_weights = self.fp8_weights
+        return own
+
     def copy(self) -> CallPlan:
         """A copy, for a single call."""
         own = CallPlan.__new__(CallPlan)

@@ -182,13 +182,8 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
             gemm.for_recompute(None if scales is None else scales[3 * i : 3 * i + 3])
             for i, gemm in enumerate(plan.quantizers)
         ]
-        recompute = CallPlan(plan.dtype, plan.needs, quantizers, plan.first_microbatch)
-        recompute.requires_grad, recompute.in_first_forward = (
-            plan.requires_grad,
-            plan.in_first_forward,
-        )
-        recompute.is_recompute = True
-        recompute.recompute_scales, recompute.fp8_weights = scales, plan.fp8_weights
+        recompute = plan.with_quantizers(quantizers)
+        recompute.is_recompute, recompute.recompute_scales = True, scales
         plan.recompute_plan = module.chain.prepare(recompute)
     elif call.scales is not None:
         assert recompute.recompute_scales is not None
