@@ -219,17 +219,8 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     ) -> Float8BlockwiseQTensor:
         """A weight of these codes."""
-        return Float8BlockwiseQTensor(
-            codes.shape,
-            dtype,
-            rowwise_data=codes,
-            rowwise_scale_inv=scales,
-            columnwise_data=None,
-            columnwise_scale_inv=None,
-            fp8_dtype=self.dtype,
-            is_2D_scaled=True,
-            quantizer=self,
-        )
+        facts = {"dtype": dtype, "fp8_dtype": self.dtype, "is_2D_scaled": True, "quantizer": self}
+        return Float8BlockwiseQTensor.assembled(codes.shape, (codes, scales, None, None), facts)
 
     def restored(
         self, values: torch.Tensor, scales: torch.Tensor | None, nominal: torch.dtype
