@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from transformer_engine.pytorch.attention.rope.ranks import (
     angles_of_rank,
@@ -25,7 +24,6 @@ from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, S
 from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
-from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import (
     can_read,
     check_devices,
@@ -33,97 +31,6 @@ from transformer_engine.pytorch.module.inputs import (
     check_tensors,
     known_lengths,
 )
-from transformer_engine.pytorch.module.parameters import default_device
-
-
-class RotaryPositionEmbedding(nn.Module):
-    """The angle of each position and element.
-
-    Args:
-        dim: size of a head.
-        rotary_percent: share of the elements that is rotated.
-        seq_len_interpolation_factor: positions are divided by it.
-        pretrained_max_position_embeddings: sequences longer than this times the factor have their
-            positions divided by sequence length / this instead.
-        rotary_base: the lowest frequency is about 1 / rotary_base.
-        interleaved: pairs are neighbours, (0, 1), (2, 3), ...; else they are elements of the two
-            halves, (0, dim / 2), (1, dim / 2 + 1), ...
-
-    Raises:
-        ValueError: an odd number of elements to rotate; an invalid share or factor.
-
-    Example:
-        >>> RotaryPositionEmbedding(64)(16).shape
-        torch.Size([16, 1, 1, 64])
-    """
-
-    inv_freq: torch.Tensor
-
-    def __init__(
-        self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10000.0,
-        interleaved: bool = False,
-    ) -> None:
-        super().__init__()
-        check_sizes("RotaryPositionEmbedding", None, dim=dim)
-        check_numbers("RotaryPositionEmbedding", None, rotary_percent=rotary_percent)
-        factor = seq_len_interpolation_factor
-        if not 0.0 < rotary_percent <= 1.0 or (factor is not None and not factor > 0.0):
-            raise ValueError(
-                "[RotaryPositionEmbedding] expected rotary_percent in (0, 1] and"
-                f" seq_len_interpolation_factor > 0 or None, got {rotary_percent} and {factor}"
-            )
-        self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(
-                f"[RotaryPositionEmbedding] expected an even number of elements to rotate,"
-                f" got {self.dim} of dim={dim}"
-            )
-        self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.rotary_base = rotary_base
-        self.interleaved = interleaved
-        frequencies = self._frequencies(default_device(None))
-        self.register_buffer("inv_freq", frequencies, persistent=False)
-
-    def _frequencies(self, device: torch.device) -> torch.Tensor:
-        step = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
-        return 1.0 / (self.rotary_base ** (step / self.dim))
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Angles of the positions from `offset` on, fp32 `[max_seq_len, 1, 1, dim]`.
-
-        They are fp32 also after `module.half()`: the frequencies are computed anew.
-
-        Args:
-            max_seq_len: how many positions, an int of 0 or more.
-            offset: the first one.
-        """
-        if not torch.compiler.is_compiling():
-            check_sizes("RotaryPositionEmbedding", None, 0, max_seq_len=max_seq_len)
-        device = self.inv_freq.device
-        position = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
-        position = position / self._interpolation(max_seq_len)
-        angle = position[:, None] * self._frequencies(device)
-        if self.interleaved:
-            angle = angle.repeat_interleave(2, dim=-1)
-        else:
-            angle = torch.cat((angle, angle), dim=-1)
-        return angle[:, None, None, :]
-
-    def _interpolation(self, max_seq_len: int) -> float:
-        """The factor that positions are divided by."""
-        factor = self.seq_len_interpolation_factor
-        if factor is None:
-            return 1.0
-        pretrained = self.pretrained_max_position_embeddings
-        if pretrained is not None and max_seq_len > pretrained * factor:
-            return max_seq_len / pretrained
-        return float(factor)
 
 
 def apply_rotary_pos_emb(

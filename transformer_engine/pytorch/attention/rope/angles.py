@@ -1,0 +1,155 @@
+"""The angles by which rotary position embedding turns pairs of elements: position * frequency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.module.settings import HasSettings, setting
+
+
+class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
+    """The angle of each position and element.
+
+    The frequencies are the buffer `inv_freq`, fp32 `[dim / 2]`, which may be replaced, by the
+    scaled ones of Llama for example. They stay fp32 after `module.half()` and are no part of our
+    state dicts; those of a checkpoint that has them are loaded. Setting `dim` or `rotary_base`, and
+    leaving `meta`, computes them anew.
+
+    Args:
+        dim: size of a head.
+        rotary_percent: share of the elements that is rotated.
+        seq_len_interpolation_factor: positions are divided by it.
+        pretrained_max_position_embeddings: sequences longer than this times the factor have their
+            positions divided by sequence length / this instead.
+        rotary_base: the lowest frequency is about 1 / rotary_base.
+        interleaved: pairs are neighbours, (0, 1), (2, 3), ...; else they are elements of the two
+            halves, (0, dim / 2), (1, dim / 2 + 1), ...
+
+    Raises:
+        ValueError: an odd number of elements to rotate; an invalid share or factor.
+
+    Example:
+        >>> RotaryPositionEmbedding(64)(16).shape
+        torch.Size([16, 1, 1, 64])
+    """
+
+    inv_freq: torch.Tensor
+    dim: int = setting()
+    rotary_base: float = setting()
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        check_sizes("RotaryPositionEmbedding", None, dim=dim)
+        check_numbers("RotaryPositionEmbedding", None, rotary_percent=rotary_percent)
+        factor = seq_len_interpolation_factor
+        if not 0.0 < rotary_percent <= 1.0 or (factor is not None and not factor > 0.0):
+            raise ValueError(
+                "[RotaryPositionEmbedding] expected rotary_percent in (0, 1] and"
+                f" seq_len_interpolation_factor > 0 or None, got {rotary_percent} and {factor}"
+            )
+        self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(
+                f"[RotaryPositionEmbedding] expected an even number of elements to rotate,"
+                f" got {self.dim} of dim={dim}"
+            )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        frequencies = self._frequencies(default_device(None))
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def is_built(self) -> bool:
+        """Whether there are frequencies."""
+        return hasattr(self, "inv_freq")
+
+    def rebuild_chain(self) -> None:
+        """Compute the frequencies for another setting."""
+        self.inv_freq = self._frequencies(self.inv_freq.device)
+
+    def reset_parameters(self) -> None:
+        """Compute frequencies that are on meta, on the device of new modules; others stay."""
+        if self.inv_freq.is_meta:
+            self.inv_freq = self._frequencies(default_device(None))
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        step = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
+        return 1.0 / (self.rotary_base ** (step / self.dim))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """See `torch.nn.Module`. The frequencies move, with dtype and values as they are."""
+        before = self.inv_freq
+        super()._apply(fn, recurse)
+        device = self.inv_freq.device
+        self.inv_freq = self._frequencies(device) if before.is_meta else before.to(device)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Also take frequencies, which checkpoints of NVIDIA's package have."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        key, own = prefix + "inv_freq", self.inv_freq
+        loaded = state_dict.get(key)
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+        if loaded is not None and loaded.shape != own.shape:
+            error_msgs.append(
+                f"[RotaryPositionEmbedding] expected {key} of shape {tuple(own.shape)}, got"
+                f" {tuple(loaded.shape)}"
+            )
+        elif loaded is not None and not loaded.is_meta:
+            device = loaded.device if own.is_meta else own.device
+            self.inv_freq = loaded.detach().to(device, torch.float32, copy=True)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles of the positions from `offset` on, fp32 `[max_seq_len, 1, 1, dim]`.
+
+        Args:
+            max_seq_len: how many positions, an int of 0 or more.
+            offset: the first one.
+        """
+        if not torch.compiler.is_compiling():
+            check_sizes("RotaryPositionEmbedding", None, 0, max_seq_len=max_seq_len)
+        device = self.inv_freq.device
+        position = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
+        position = position / self._interpolation(max_seq_len)
+        angle = position[:, None] * self.inv_freq.float()
+        if self.interleaved:
+            angle = angle.repeat_interleave(2, dim=-1)
+        else:
+            angle = torch.cat((angle, angle), dim=-1)
+        return angle[:, None, None, :]
+
+    def _interpolation(self, max_seq_len: int) -> float:
+        """The factor that positions are divided by."""
+        factor = self.seq_len_interpolation_factor
+        if factor is None:
+            return 1.0
+        pretrained = self.pretrained_max_position_embeddings
+        if pretrained is not None and max_seq_len > pretrained * factor:
+            return max_seq_len / pretrained
+        return float(factor)
