@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from replica_reference import PAIRS, RECIPES
-from shard_ranks import FLAT, OPTIMIZERS, hybrid, shards, uneven
+from shard_ranks import FLAT, OPTIMIZERS, hybrid, initial_values, shards, uneven
 
 CASES = [f"{layer} {precision}" for layer, precision in PAIRS]
 IN_FP8 = [f"{case}, FP8 weights" for case in CASES if not case.endswith("bf16")]
@@ -79,6 +79,13 @@ def test_slices_of_pieces_are_not_written_alone(found) -> None:
     for outcome in found:
         assert outcome["slices"]["kept"]
         assert "written as a whole, got a slice of" in outcome["slices"]["error"]
+
+
+def test_masters_start_with_the_values_before_the_cast() -> None:
+    """Whether a layer is cut with memory or on meta."""
+    for outcome in run_ranks(2, initial_values):
+        assert len(outcome) == 4
+        assert all(all(answers) for answers in outcome.values()), outcome
 
 
 def test_pieces_may_differ_in_their_rows() -> None:

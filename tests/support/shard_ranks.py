@@ -1,5 +1,6 @@
 """What each rank of distributed/test_shards runs: fully_shard, and FullyShardedDataParallel."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -277,6 +278,39 @@ def shards(rank: int) -> dict[str, Any]:
     found["from meta"] = {one: _from_meta(one, rank, mesh) for one in (False, True)}
     found["errors"] = _errors(mesh)
     found["slices"] = _slices(rank, mesh)
+    return found
+
+
+def initial_values(rank: int) -> dict[str, list[bool]]:
+    """About the values before the cast of a piece, for weights made with memory and on meta.
+
+    Whether the FP8 piece differs from them; whether the master weight equals them at first, after
+    it was set from them, and after a step of zero; and whether they were cleared.
+    """
+    found = {}
+    for device, rows in itertools.product((here().type, "meta"), (32, 48)):
+        with te.quantized_model_init(preserve_high_precision_init_val=True):
+            model = te.Linear(64, rows, False, params_dtype=torch.float32, device=device)
+        fully_shard(model, mesh=init_device_mesh(here().type, (dist.get_world_size(),)))
+        if device == "meta":
+            model.reset_parameters()
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.0, master_weights=True)
+        weight: Any = model.weight
+        optimizer.initialize_state(weight)
+        piece: Any = weight._local_tensor  # as examples of NVIDIA's package read it
+        initial = piece.get_high_precision_init_val().to(here())
+        masters = [optimizer.state[weight]["master_param"].to_local().clone()]
+        optimizer.set_scaled_state(weight, "master_param", initial)
+        masters.append(optimizer.state[weight]["master_param"].to_local().clone())
+        piece.clear_high_precision_init_val()
+        model(torch.randn(16, 64, device=here())).sum().backward()
+        optimizer.step()
+        masters.append(optimizer.state[weight]["master_param"].to_local())
+        found[f"{device} {rows}"] = [
+            not torch.equal(piece.dequantize(), initial) or not initial.numel(),
+            *(torch.equal(master, initial) for master in masters),
+            weight._local_tensor.get_high_precision_init_val() is None,
+        ]
     return found
 
 

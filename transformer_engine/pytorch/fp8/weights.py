@@ -18,7 +18,7 @@ from transformer_engine.pytorch.scale_layout import WHOLE, layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.attributes import InitialValue, attributes_beside
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
-from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
+from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 from transformer_engine.pytorch.tensor.writing import scale_ranks_of
 
@@ -42,6 +42,8 @@ def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Para
     settings = rules.weight_settings(init.recipe)
     quantizer = WeightQuantizer.for_layout(layout, label=label, **settings)
     parameter = nn.Parameter(quantizer.unwritten(values))
+    if init.preserve:
+        InitialValue().attach(parameter)
     if not values.is_meta:
         initialize(parameter, values, init)
     return parameter
@@ -53,7 +55,7 @@ def initialize(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
     parameter.quantize_(values)
     if init.preserve:
         on_cpu = values.device.type == "cpu"
-        InitialValue(values.clone() if on_cpu else values.cpu()).attach(parameter)
+        initial_value(parameter).set(values.clone() if on_cpu else values.cpu())
 
 
 def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:

@@ -307,15 +307,15 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Initialise the missing entries of a parameter's state.
+        """Initialise the missing entries of a parameter's state; initial values stay until a clear.
 
         Args:
             param: of this optimizer.
             store_param_remainders: has no effect; the constructor's counts.
         """
-        self._initialized(part_of(param))
+        self._initialized(part_of(param), clears=False)
 
-    def _initialized(self, part: Part) -> dict[str, Any]:
+    def _initialized(self, part: Part, clears: bool = True) -> dict[str, Any]:
         """The state of a parameter, with all its entries."""
         parameter = part.parameter
         state: dict[str, Any] = self.state[parameter]
@@ -329,7 +329,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self._stored.store(state, parameter, name, zeros_for(parameter))
         narrow = part.piece is not None or part.local.dtype != torch.float32
         if self.master_weights and narrow and "master_param" not in state:
-            self._stored.store(state, parameter, "master_param", initial_master(part))
+            self._stored.store(state, parameter, "master_param", initial_master(part, clears))
         for name in STATES:
             if name in state:
                 state[name] = state[name].contiguous()
@@ -352,13 +352,14 @@ class FusedAdam(torch.optim.Optimizer):
         Args:
             param: of this optimizer.
             state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
-            unscaled_state: of the parameter's shape.
+            unscaled_state: of the parameter's shape, or a plain tensor of this rank's piece of it.
         """
         self.initialize_state(param)
         self._overwrite(param, state_name, unscaled_state)
 
     def _overwrite(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        made = zeros_for(parameter).copy_(value)
+        made = zeros_for(parameter)
+        (made if hasattr(value, "device_mesh") else local_part(made)).copy_(value)
         self._stored.store(self.state[parameter], parameter, name, made)
 
     def state_dict(self) -> dict[str, Any]:

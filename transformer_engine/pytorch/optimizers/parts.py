@@ -81,13 +81,19 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-def initial_master(part: Part) -> torch.Tensor:
-    """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value."""
+def initial_master(part: Part, clears: bool) -> torch.Tensor:
+    """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value.
+
+    Args:
+        part: of a parameter.
+        clears: the values before the cast are freed.
+    """
     parameter, _, piece = part
     initial = initial_value(parameter)
     value = None if initial is None else initial.get()
     if value is not None and piece is not None:
-        initial.clear()
+        if clears:
+            initial.clear()
         value = value.to(parameter.device)
         if is_cast_of(piece, value):
             return with_piece(parameter, value.float())

@@ -8,19 +8,23 @@ import torch
 
 
 class InitialValue:
-    """The initial values of a parameter, on the CPU, until they are cleared."""
+    """The initial values of a parameter, on the CPU, from its initialisation until a clear."""
 
     METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")  # of the parameter
 
-    def __init__(self, value: torch.Tensor | None) -> None:
+    def __init__(self, value: torch.Tensor | None = None) -> None:
         self._value = value
 
     def __reduce__(self) -> Any:
         return InitialValue, (self._value,)
 
     def get(self) -> torch.Tensor | None:
-        """The values in high precision; None once they were cleared."""
+        """The values in high precision; None on meta, and once they were cleared."""
         return self._value
+
+    def set(self, value: torch.Tensor) -> None:
+        """Have these."""
+        self._value = value
 
     def clear(self) -> None:
         """Free them."""

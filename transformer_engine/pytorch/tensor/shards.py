@@ -67,7 +67,15 @@ def alias_of(x: QuantizedTensor) -> QuantizedTensor:
     if x._whole is not None:
         other._whole = x._whole
         other.drop_transpose()  # whose age other codes count
-    return other
+    return _with_initial(other)
+
+
+def _with_initial(piece: QuantizedTensor) -> QuantizedTensor:
+    """The tensor, with the methods of `InitialValue` where ranks have pieces with one each."""
+    ranks = ranks_of(piece)
+    if ranks is not None and ranks.initial is not None:
+        ranks.initial.attach(piece)
+    return piece
 
 
 def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
@@ -162,7 +170,7 @@ def _piece(x: QuantizedTensor, rows: int) -> Any:
         return alias_of(x)
     if layout_of(x._format).in_blocks:
         return NotImplemented
-    return _rows(x, 0, rows)
+    return _with_initial(_rows(x, 0, rows))
 
 
 def room_for(x: QuantizedTensor, size: Sequence[int], options: dict[str, Any]) -> Any:
