@@ -92,6 +92,11 @@ PATHS = {
 # Names that are not at the top of `transformer_engine.pytorch`.
 MORE = {
     "transformer_engine.pytorch.attention": ("apply_rotary_pos_emb",),
+    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": (
+        "generate_positional_ids_for_cp",
+        "get_batch_on_this_cp_rank",
+        "pad_thd_sequences_for_cp",
+    ),
     "transformer_engine.pytorch.attention.inference": (
         "KVCacheManager",
         "NonPagedKVCacheManager",

@@ -21,6 +21,14 @@ _STORAGES = {
 
 # Path: {name: where it is defined}, both relative to the package.
 IMPORT_PATHS: dict[str, dict[str, str]] = {
+    "attention.dot_product_attention.context_parallel": dict.fromkeys(
+        (
+            "generate_positional_ids_for_cp",
+            "get_batch_on_this_cp_rank",
+            "pad_thd_sequences_for_cp",
+        ),
+        "attention.context.batches",
+    ),
     "attention.inference": {
         "InferenceParams": "attention.cache.inference",
         "KVCacheManager": "attention.cache.kv_cache",
