@@ -1,5 +1,7 @@
 """Memory of KV caches: reordered, written in any mode, free of what ended sequences left."""
 
+import copy
+
 import pytest
 import torch
 
@@ -112,3 +114,50 @@ def test_angles_of_fewer_positions_than_the_cache_has_are_refused(device):
     x = torch.randn(1, 2, HIDDEN, device=device)
     with pytest.raises(ValueError, match=r"rotary_pos_emb of at least 16 positions, max_seq"):
         layer(x, rotary_pos_emb=angles, inference_params=params)
+
+
+def written(form, device):
+    """A cache with room for three sequences, two of which have six and four tokens."""
+    params = make_params(form, device, 3)
+    params.pre_step({"a": 6, "b": 4})
+    new = torch.randn(2, 6, HEADS, HIDDEN // HEADS, device=device)
+    params.step(1, new, new + 1, "bshd")
+    return params
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_programs_may_reorder_named_sequences(device, fixed):
+    """As beam search does: dimension 0 of keys and values is that of the batch."""
+    params = written("named", device)
+    cache = params.cache_manager.cache
+    keys, values = cache[1]
+    assert keys.shape == values.shape == (3, LONGEST, HEADS, HIDDEN // HEADS)
+    before, order = keys.clone(), torch.tensor([1, 0, 2], device=device)
+    copied = copy.deepcopy(params).cache_manager
+    for layer, pair in cache.items():
+        cache[layer] = tuple(one.index_select(0, order) for one in pair)
+    assert torch.equal(keys, before[order])  # in the memory that CUDA graphs know
+    params.pre_step({"a": 1, "b": 1})
+    new = torch.full((3 if fixed else 2, 1, *keys.shape[2:]), 7.0, device=device)
+    found = params.step(1, new, new, "bshd")
+    assert torch.equal(found.keys[:2, :4], before[order[:2], :4])
+    assert bool((found.keys[0, 6] == 7).all() and (found.keys[1, 4] == 7).all())
+    assert torch.equal(found.values[1, :4], before[0, :4] + 1)
+    assert torch.equal(copied.cache[1][0], before)
+
+
+def test_caches_that_do_not_fit_are_refused():
+    cache = written("named", "cpu").cache_manager.cache
+    pair = cache[1]
+    sizes = r"\(3, 16, 4, 8\)"
+    expected = rf"values of \[{sizes}, {sizes}\] for the cache of layer number 1, got \["
+    for other in (tuple(one[:1] for one in pair), tuple(one[:, :5] for one in pair), pair[:1]):
+        with pytest.raises(ValueError, match=expected):
+            cache[1] = other
+    with pytest.raises(ValueError, match=r"after allocate_memory or a step for .* number 2"):
+        cache[2] = pair
+
+
+def test_pages_are_in_dimension_0():
+    keys, values = written("paged", "cpu").cache_manager.cache[1]
+    assert keys.shape == values.shape == (3 * LONGEST // 4, 4, HEADS, HIDDEN // HEADS)

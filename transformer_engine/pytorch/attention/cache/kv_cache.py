@@ -2,7 +2,8 @@
 
 A manager knows the sequences of the step at hand and their lengths, on the host; a layer's cache is
 rows of `[heads, size]`, one per token. Managers differ only in which row a token has. A step that a
-CUDA graph holds finds the lengths on the device, see `device_lengths.py`.
+CUDA graph holds finds the lengths on the device, see `device_lengths.py`. Programs see the rows of
+places of the batch, or of pages, in `cache`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from transformer_engine.pytorch.attention.cache.device_lengths import DeviceLengths
 from transformer_engine.pytorch.attention.cache.memory import (
+    LayerCaches,
     outside_of_inference_mode,
     refuse_new_cache,
 )
@@ -46,7 +48,7 @@ class Step(NamedTuple):
 
 
 class KVCacheManager:
-    """Base of cache managers; `row` and `rows_of_layer` are what they differ in.
+    """Base of cache managers; `row` and `sizes_of_layer` are what they differ in.
 
     Args:
         max_batch_size: sequences at a time.
@@ -72,7 +74,7 @@ class KVCacheManager:
         self.sizes = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
         self.dtype = dtype
         self.pages: list[list[int]] = []  # of each place of the batch, if there are pages
-        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.cache = LayerCaches()  # views of `_with_spare_row`
         self.lengths: dict[Any, int] = {}  # of each sequence after this step, in batch order
         self.new: list[int] = []  # tokens of this step, likewise
         self._of_step: dict[Any, torch.Tensor] = {}  # made once a step, shared by all layers
@@ -84,8 +86,8 @@ class KVCacheManager:
         """Pages that a sequence may have; 0 for a cache without pages."""
         return 0
 
-    def rows_of_layer(self) -> int:
-        """Rows of a layer's cache."""
+    def sizes_of_layer(self) -> tuple[int, int]:
+        """Dimensions 0 and 1 of a layer's cache: places of the batch, or pages, and their rows."""
         raise NotImplementedError
 
     def row(self, slot: int, token: int) -> int:
@@ -118,14 +120,16 @@ class KVCacheManager:
         refuse_new_cache(layer_number)
         device = default_device(None) if device is None else device
         # One row more than there are: padding of captured steps is written there.
-        rows = self.rows_of_layer() + 1
+        sizes = self.sizes_of_layer()
+        rows = sizes[0] * sizes[1] + 1
         with outside_of_inference_mode():
             keys, values = (
                 torch.zeros(rows, self.num_heads, size, dtype=self.dtype, device=device)
                 for size in self.sizes
             )
             self._with_spare_row[layer_number] = (keys, values)
-            self.cache[layer_number] = (keys[:-1], values[:-1])
+            views = keys[:-1].unflatten(0, sizes), values[:-1].unflatten(0, sizes)
+            self.cache.data[layer_number] = views
         self.device_lengths(device)
 
     def reset(self) -> None:
@@ -223,7 +227,7 @@ class KVCacheManager:
         if self.is_fixed(new_k, qkv_format):
             return self._fixed_step(layer_number, (new_k, new_v), qkv_format)
         rows = self._rows(new_k.device)
-        for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+        for cache, new in zip(self._with_spare_row[layer_number], (new_k, new_v), strict=True):
             packed = self._packed(new.detach(), qkv_format)
             _write(cache, rows, packed, f"{tuple(new.shape)} in {qkv_format}")
         longest = max(self.lengths.values(), default=0)
@@ -279,8 +283,9 @@ class KVCacheManager:
         new_k, new_v = (x.transpose(0, 1) if qkv_format == "sbhd" else x for x in new)
         lengths = self.device_lengths(new_k.device)
         slot, place, is_real = lengths.places(new_k.shape[0 if packed else 1], packed)
-        rows = torch.where(is_real, self.rows_of(slot, place), self.rows_of_layer())
-        for cache, x in zip(self._with_spare_row[layer_number], (new_k, new_v), strict=True):
+        caches = self._with_spare_row[layer_number]
+        rows = torch.where(is_real, self.rows_of(slot, place), caches[0].shape[0] - 1)
+        for cache, x in zip(caches, (new_k, new_v), strict=True):
             flat = x.detach() if packed else x.detach().flatten(0, 1)
             _write(cache, rows.flatten().long(), flat, f"{tuple(x.shape)} in {qkv_format}")
         keys, values = self.whole(layer_number)
@@ -289,7 +294,7 @@ class KVCacheManager:
 
     def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as `[max_batch_size, max_seqlen, heads, size]`."""
-        keys, values = self.cache[layer_number]
+        keys, values = self._with_spare_row[layer_number]
         slot = torch.arange(self.max_batch_size, device=keys.device)[:, None]
         index = self.rows_of(slot, torch.arange(self.max_seqlen, device=keys.device)).flatten()
         sizes = (self.max_batch_size, self.max_seqlen)
@@ -303,7 +308,7 @@ class KVCacheManager:
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as `[batch, longest, heads, size]`."""
         batch = len(self.lengths)
-        keys, values = self.cache[layer_number]
+        keys, values = self._with_spare_row[layer_number]
         index = self._once(
             longest,
             keys.device,

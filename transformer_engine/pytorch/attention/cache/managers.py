@@ -14,9 +14,9 @@ from transformer_engine.pytorch.attention.cache.kv_cache import KVCacheManager
 class NonPagedKVCacheManager(KVCacheManager):
     """Every place of the batch has `max_seqlen` rows; when sequences end, later ones move up."""
 
-    def rows_of_layer(self) -> int:
-        """All tokens of all places."""
-        return self.max_batch_size * self.max_seqlen
+    def sizes_of_layer(self) -> tuple[int, int]:
+        """Tokens of places."""
+        return self.max_batch_size, self.max_seqlen
 
     def row(self, slot: int, token: int) -> int:
         """Places follow one another."""
@@ -31,8 +31,7 @@ class NonPagedKVCacheManager(KVCacheManager):
         count, before = len(kept_slots), len(self.lengths)
         if count == before:
             return
-        for cache in chain(*self.cache.values()):
-            slots = cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
+        for slots in chain(*self.cache.values()):
             if kept_slots != list(range(count)):
                 slots[:count] = slots[kept_slots]
             slots[count:before] = 0
@@ -45,9 +44,7 @@ class NonPagedKVCacheManager(KVCacheManager):
 
     def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Likewise."""
-        keys, values = self.cache[layer_number]
-        sizes = (self.max_batch_size, self.max_seqlen)
-        return keys.unflatten(0, sizes), values.unflatten(0, sizes)
+        return self.cache.data[layer_number]
 
 
 class PagedKVCacheManager(KVCacheManager):
@@ -78,9 +75,9 @@ class PagedKVCacheManager(KVCacheManager):
         """As many as the longest sequence fills."""
         return self.max_seqlen // self.page_size
 
-    def rows_of_layer(self) -> int:
-        """All pages."""
-        return self.total_num_pages * self.page_size
+    def sizes_of_layer(self) -> tuple[int, int]:
+        """Tokens of pages."""
+        return self.total_num_pages, self.page_size
 
     def row(self, slot: int, token: int) -> int:
         """Tokens past a sequence's last page, which are masked, have a row of its first one."""
@@ -117,4 +114,4 @@ class PagedKVCacheManager(KVCacheManager):
         rows = torch.tensor([page for own in ended for page in own])
         for cache in chain(*self.cache.values()):
             rows = rows.to(cache.device)
-            cache.view(self.total_num_pages, self.page_size, *cache.shape[1:])[rows] = 0
+            cache[rows] = 0

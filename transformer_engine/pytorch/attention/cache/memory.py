@@ -1,7 +1,11 @@
-"""Caches `[max_sequence_length, max_batch_size, heads, size]` of layers, and their memory."""
+"""Caches of layers, and their memory.
+
+They are `[max_sequence_length, max_batch_size, heads, size]`, but for those of cache managers.
+"""
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -13,6 +17,27 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.inputs import can_read
 
 Caches = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerCaches(UserDict[int, Caches]):
+    """Keys and values of layers of a cache manager, by layer number.
+
+    What a program puts in their place, as beam search does with sequences in another order, is
+    copied into their memory, where steps and CUDA graphs find it.
+    """
+
+    def __setitem__(self, layer_number: int, caches: Caches) -> None:
+        """Raises ValueError for other shapes, and for a layer whose cache was not allocated."""
+        own = self.data.get(layer_number, ())
+        expected, got = [[tuple(one.shape) for one in pair] for pair in (own, caches)]
+        if not own or got != expected:
+            allocated = f"of {expected}" if own else "after allocate_memory or a step"
+            raise ValueError(
+                f"[InferenceParams] expected keys and values {allocated} for the cache of layer"
+                f" number {layer_number}, got {got}"
+            )
+        for cache, other in zip(own, caches, strict=True):
+            cache.copy_(other.detach())
 
 
 def outside_of_inference_mode() -> AbstractContextManager[Any]:
