@@ -224,6 +224,36 @@ def test_results_that_a_layer_unpacks_stay(name):
             setattr(inside, name, not before)
 
 
+def test_mask_type_of_a_layer():
+    layer, x = build(), batch()
+    causal, whole = layer(x), layer(x, self_attn_mask_type="no_mask")
+    assert not torch.equal(causal, whole)
+    layer.self_attn_mask_type = "no_mask"
+    assert torch.equal(layer(x), whole)
+    assert torch.equal(layer(x, self_attn_mask_type="causal"), causal)
+    with pytest.raises(ValueError, match="self_attn_mask_type"):
+        layer.self_attn_mask_type = "none"
+    assert torch.equal(copy.deepcopy(layer)(x), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("apply_residual_connection_post_layernorm", True),
+        ("attn_input_format", "sbhd"),
+        ("layer_type", "decoder"),
+        ("output_layernorm", True),
+        ("parallel_attention_mlp", True),
+    ],
+)
+def test_what_the_blocks_of_a_layer_are_built_for_stays(name, value):
+    layer = build()
+    before = getattr(layer, name)
+    with pytest.raises(ValueError, match=f"expected {name}={before!r} to stay"):
+        setattr(layer, name, value)
+    assert getattr(layer, name) == before
+
+
 class SetsEarly(te.LayerNormLinear):
     def __init__(self, *sizes, **options):
         self.eps, self.sequence_parallel = 1.0, False

@@ -28,7 +28,6 @@ def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad:
     check_sizes(kind, name, hidden_size=layer.hidden_size, ffn_hidden_size=ffn_hidden_size)
     rates = {"hidden_dropout": layer.hidden_dropout, "drop_path_rate": layer.drop_path_rate}
     check_numbers(kind, name, **rates)
-    mask_type(layer.self_attn_mask_type, "self_attn_mask_type")
     if layer.enc_dec_attn_mask_type is not None:
         mask_type(layer.enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
     if layer.layer_type not in ("encoder", "decoder"):

@@ -32,6 +32,7 @@ from transformer_engine.pytorch.layers.checks import (
 from transformer_engine.pytorch.layers.decoder import arguments_of_decoder
 from transformer_engine.pytorch.layers.drop_path import DropPath
 from transformer_engine.pytorch.layers.residual import Residual
+from transformer_engine.pytorch.layers.settings import LayerSettings
 from transformer_engine.pytorch.module.arguments import check_keywords
 from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
@@ -42,7 +43,7 @@ from transformer_engine.pytorch.module.parameters import InitMethod
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 
-class TransformerLayer(FlowModule):
+class TransformerLayer(LayerSettings, FlowModule):
     """One layer of a transformer: self-attention, cross-attention in a decoder, and an MLP.
 
     Args:
@@ -175,8 +176,7 @@ class TransformerLayer(FlowModule):
         self.drop_path_rate = drop_path_rate
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
-        self.sequence_parallel = sequence_parallel
-        self.seq_length = seq_length
+        self.sequence_parallel, self.seq_length = sequence_parallel, seq_length
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
