@@ -13,7 +13,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
@@ -139,7 +139,24 @@ def _tolerant(recipe: T) -> T:
 
     __init__.__signature__ = inspect.signature(strict_init)  # type: ignore[attr-defined]
     recipe.__init__ = __init__  # type: ignore[misc]
+    _explain_frozen(recipe)
     return recipe
+
+
+def _explain_frozen(recipe: type) -> None:
+    """Let errors of assignments say what to write instead."""
+    refusing: Any = recipe.__setattr__
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        try:
+            refusing(self, name, value)
+        except FrozenInstanceError:
+            raise FrozenInstanceError(
+                f"[{type(self).__name__}] expected recipes to stay as they are, got an assignment"
+                f" of {name}; use recipe = dataclasses.replace(recipe, {name}={value!r})"
+            ) from None
+
+    recipe.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True)

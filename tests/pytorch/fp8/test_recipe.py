@@ -1,5 +1,7 @@
+import copy
 import pickle
 import warnings
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -246,3 +248,13 @@ def test_a_function_of_scales_that_is_none() -> None:
     text = "expected scaling_factor_compute_algo to be a callable or None, got 'log'"
     with pytest.raises(ValueError, match=text):
         DelayedScaling(scaling_factor_compute_algo="log")
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_assignments_say_what_to_write_instead(kind):
+    recipe = kind()
+    words = rf"\[{kind.__name__}\] .* dataclasses.replace\(recipe, fp8_dpa=True\)"
+    with pytest.raises(FrozenInstanceError, match=words):
+        recipe.fp8_dpa = True
+    assert recipe == kind() and hash(recipe) == hash(kind())
+    assert pickle.loads(pickle.dumps(recipe)) == copy.deepcopy(recipe) == recipe
