@@ -78,6 +78,7 @@ def adam(
     step: Tensor | None,
     rate: Tensor | None,
     factor: Tensor | None,
+    found_inf: Tensor | None,
     rules: tuple[float, float, float, float, bool],
 ) -> None: ...
 def amax(

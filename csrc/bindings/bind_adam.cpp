@@ -14,7 +14,7 @@ using Rules = std::tuple<double, double, double, double, bool>;
 void adam_step(const Views& parameters, const Views& means, const Views& squares,
                const Views& gradients, const Views& weights, const Views& amaxes,
                const TensorView& step, const TensorView& rate, const TensorView& factor,
-               const Rules& rules) {
+               const TensorView& found_inf, const Rules& rules) {
   const size_t count = parameters.size();
   require(means.size() == count && squares.size() == count && gradients.size() == count &&
               (weights.empty() || weights.size() == count) &&
@@ -24,6 +24,7 @@ void adam_step(const Views& parameters, const Views& means, const Views& squares
   args.step = step;
   args.rate = rate;
   args.factor = factor;
+  args.found_inf = found_inf;
   std::tie(args.beta1, args.beta2, args.epsilon, args.decay, args.decoupled) = rules;
   for (size_t i = 0; i < count; ++i)
     args.tensors.push_back({parameters[i], means[i], squares[i], gradients[i],
@@ -37,7 +38,8 @@ void adam_step(const Views& parameters, const Views& means, const Views& squares
 void bind_adam(pybind11::module_& m) {
   using pybind11::arg;
   m.def("adam", &adam_step, arg("parameters"), arg("means"), arg("squares"), arg("gradients"),
-        arg("weights"), arg("amaxes"), arg("step"), arg("rate"), arg("factor"), arg("rules"));
+        arg("weights"), arg("amaxes"), arg("step"), arg("rate"), arg("factor"), arg("found_inf"),
+        arg("rules"));
 }
 
 }  // namespace te::bindings

@@ -56,11 +56,14 @@ void adam(const AdamArgs& args) {
       adam_rules(args.beta1, args.beta2, args.epsilon, args.decay, args.decoupled);
   const AdamStep step = rules.at(*args.step.ptr<float>(), *args.rate.ptr<float>(),
                                  args.factor ? *args.factor.ptr<float>() : 1.0f);
+  const bool skips = args.found_inf && *args.found_inf.ptr<float>() != 0.0f;
   for (const AdamTensors& tensors : args.tensors) {
-    dispatch_high_precision(tensors.gradient.dtype, "adam", [&](auto tag) {
-      step_tensor<typename decltype(tag)::type>(tensors, step);
-    });
-    if (tensors.weight) round_tensor(tensors);
+    if (!skips) {
+      dispatch_high_precision(tensors.gradient.dtype, "adam", [&](auto tag) {
+        step_tensor<typename decltype(tag)::type>(tensors, step);
+      });
+      if (tensors.weight) round_tensor(tensors);
+    }
     if (tensors.amax) raise_amax(tensors);
   }
 }

@@ -26,7 +26,7 @@ struct Pointers {
 struct Batch {
   TensorBatch<Pointers, 48> tensors;  // arguments of a kernel are at most 4 KiB
   AdamRules rules;
-  const float *step, *rate, *factor;
+  const float *step, *rate, *factor, *found_inf;
 };
 static_assert(sizeof(Batch) <= 4096);
 
@@ -71,7 +71,11 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
   const int64_t begin = (blockIdx.x - batch.tensors.first_block[index]) * kBlock;
   const int64_t end = min(t.count, begin + kBlock);
   float largest = 0.0f;
-  if (is_aligned_to_packs(t) && t.count % kElements == 0) {
+  if (batch.found_inf != nullptr && *batch.found_inf != 0.0f) {
+    if constexpr (kAmax)
+      for (int64_t at = begin + threadIdx.x; at < end; at += kThreads)
+        largest = fmaxf(largest, fabsf(t.parameter[at]));
+  } else if (is_aligned_to_packs(t) && t.count % kElements == 0) {
     for (int64_t at = begin + threadIdx.x * kElements; at < end; at += kThreads * kElements)
       largest = fmaxf(largest, step_values<G, W, kElements>(t, step, at));
   } else {
@@ -113,6 +117,7 @@ void adam(const AdamArgs& args, Stream stream) {
   batch.step = args.step.ptr<float>();
   batch.rate = args.rate.ptr<float>();
   batch.factor = args.factor.ptr<float>();
+  batch.found_inf = args.found_inf.ptr<float>();
   const auto launch = [&] {
     if (batch.tensors.blocks == 0) return;
     dispatch(first, [&](auto gradient, auto weight, auto amax) {

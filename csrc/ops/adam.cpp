@@ -37,6 +37,8 @@ void adam(const AdamArgs& args, Stream stream) {
   check::vector(args.rate, 1, DType::Float32, first.parameter, kOp, "the rate");
   if (args.factor)
     check::vector(args.factor, 1, DType::Float32, first.parameter, kOp, "the factor");
+  if (args.found_inf)
+    check::vector(args.found_inf, 1, DType::Float32, first.parameter, kOp, "found_inf");
   on_device<cpu::adam, cuda::adam>(first.parameter, args, stream);
 }
 

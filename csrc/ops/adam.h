@@ -4,7 +4,8 @@
 //   p -= rate / (1 - beta1^step) * mean / (sqrt(square / (1 - beta2^step)) + epsilon)
 //   weight = p, rounded to its dtype, where there is one beside p
 //   amax = max(amax, max |p|), NaN ignored, for those who quantise p next
-// Step, rate and factor are read on the device, so that a CUDA graph finds them anew.
+// Where `found_inf` is not 0, gradients are unread and nothing changes but amax.
+// Step, rate, factor and found_inf are read on the device, so that a CUDA graph finds them anew.
 #pragma once
 
 #include <vector>
@@ -27,6 +28,7 @@ struct AdamArgs {
   TensorView step;                   // fp32, one value: the number of this step, from 1
   TensorView rate;                   // fp32, one value
   TensorView factor;                 // fp32, one value; absent: 1
+  TensorView found_inf;              // fp32, one value; absent: 0
   double beta1 = 0.9;
   double beta2 = 0.999;
   double epsilon = 1e-8;

@@ -47,6 +47,7 @@ def adam(
     rate: torch.Tensor,
     factor: torch.Tensor | None,
     rules: AdamRules,
+    found_inf: torch.Tensor | None = None,
 ) -> None:
     """Step all of them.
 
@@ -56,8 +57,9 @@ def adam(
         rate: fp32, one value on their device: the learning rate.
         factor: fp32, one value on their device: of all gradients.
         rules: everything else.
+        found_inf: fp32, one value on their device: where it is not 0, only `amaxes` are written.
     """
-    _C.adam(*tensors, step, rate, factor, rules)
+    _C.adam(*tensors, step, rate, factor, found_inf, rules)
     torch.autograd.graph.increment_version(
         (*tensors.parameters, *tensors.means, *tensors.squares, *tensors.weights, *tensors.amaxes)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.optimizers import loss_scaling
 from transformer_engine.pytorch.optimizers.arguments import (
     check_factor,
     check_settings,
     refuse_others,
 )
-from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
+from transformer_engine.pytorch.optimizers.on_device import step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
     Part,
     count_writes,
@@ -32,7 +34,7 @@ from transformer_engine.pytorch.optimizers.parts import (
 )
 from transformer_engine.pytorch.optimizers.states import check_shapes, portions, steps_of_groups
 from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates
-from transformer_engine.pytorch.parallel.dtensors import local_part, whole_value
+from transformer_engine.pytorch.parallel.dtensors import local_part
 
 _FUSED = ("cpu", "cuda")
 _FLAGS = ("adam_w_mode", "bias_correction", "capturable", "master_weights", "use_decoupled_grad")
@@ -137,6 +139,11 @@ class FusedAdam(torch.optim.Optimizer):
         check_settings("FusedAdam", {**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return loss_scaling.takes_scaled(self)
+
+    @loss_scaling.hides_scaler
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -147,7 +154,9 @@ class FusedAdam(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and the gradients again.
-            grad_scaler: None; give the optimizer to the scaler's `step` instead.
+            grad_scaler: a `torch.amp.GradScaler`, whose `step(optimizer)` does the same: gradients
+                are unscaled in the kernel, and an overflow changes nothing. With `capturable` the
+                host does not wait.
             grad_factor: one value on the device by which gradients are multiplied, such as that of
                 `clip_factor`.
 
@@ -155,7 +164,8 @@ class FusedAdam(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            TypeError: a `grad_factor` that is no tensor.
+            TypeError: a `grad_factor` that is no tensor; another `grad_scaler`.
+            NotImplementedError: a `grad_scaler` with a `closure` or `use_decoupled_grad`.
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
         """
@@ -171,7 +181,9 @@ class FusedAdam(torch.optim.Optimizer):
     def _step_all(
         self, closure: Callable[[], Any] | None, grad_scaler: Any, grad_factor: torch.Tensor | None
     ) -> Any:
-        refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
+        if grad_scaler is not None:
+            inner = partial(self._step_all, None, None, grad_factor)
+            return loss_scaling.step_by(grad_scaler, self, closure, inner)
         check_factor("FusedAdam", grad_factor)
         if is_capturing() and not self.capturable:
             raise RuntimeError(
@@ -182,16 +194,19 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        factor, found_inf = loss_scaling.scaling_of(self, grad_factor)
+        if found_inf is not None and not self.capturable and found_inf:
+            return loss
         for group in self.param_groups:
             by_device: dict[torch.device, list[tuple[torch.Tensor, Any]]] = {}
             for parameter in group["params"]:
                 gradient = self._gradient(parameter)
                 if gradient is not None:
                     by_device.setdefault(parameter.device, []).append((parameter, gradient))
-            self._count(group)
+            loss_scaling.count_step(group, self.capturable, found_inf)
             for members in by_device.values():
                 parts = [part_of(parameter) for parameter, _ in members]
-                self._step(group, parts, [gradient for _, gradient in members], grad_factor)
+                self._step(group, parts, [gradient for _, gradient in members], factor, found_inf)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,20 +227,6 @@ class FusedAdam(torch.optim.Optimizer):
             if gradient is not None:
                 parameter.decoupled_grad = None if set_to_none else torch.zeros_like(gradient)
 
-    def _count(self, group: dict[str, Any]) -> None:
-        if not self.capturable:
-            group["step"] = int(group.get("step", 0)) + 1
-            return
-        devices = {parameter.device for parameter in group["params"]}
-        if len(devices) > 1:
-            raise ValueError(
-                "[FusedAdam] expected a group's parameters on one device with capturable=True, got "
-                f"{', '.join(sorted(map(str, devices)))}"
-            )
-        for device in devices:
-            group["step"] = device_count(group.get("step", 0), device)
-            group["step"] += 1
-
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if self.use_decoupled_grad:
             return getattr(parameter, "decoupled_grad", None)
@@ -237,15 +238,17 @@ class FusedAdam(torch.optim.Optimizer):
         parts: list[Part],
         gradients: list[Any],
         factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
     ) -> None:
         if not all([gradient.layout is torch.strided for gradient in gradients]):
             raise RuntimeError("[FusedAdam] expected dense gradients, got sparse ones")
         states = [self._initialized(part) for part in parts]
         if not self._stored.narrow:
             gradients = [local_gradient(*one) for one in zip(parts, gradients, strict=True)]
-        factor = None if factor is None else whole_value(factor).reshape(())
+        device = parts[0].local.device
+        factor, found_inf = (x if x is None else x.to(device) for x in (factor, found_inf))
         if self.capturable:
-            how = (factor, self.adam_w_mode, self.bias_correction)
+            how = (factor, found_inf, self.adam_w_mode, self.bias_correction)
             values, amaxes = step_on_device(group, parts, states, gradients, *how)
             write_quantized(parts, values, amaxes)
         else:
@@ -274,7 +277,6 @@ class FusedAdam(torch.optim.Optimizer):
         factor: torch.Tensor | None,
     ) -> None:
         firsts, seconds, values = (self._values(parts, states, name) for name in STATES)
-        device = parts[0].local.device
         count = group["step"] - 1.0 if self.bias_correction else math.inf
         so_far = values[0].new_full((len(values),), count).unbind()
         beta1, beta2 = group["betas"]
@@ -288,7 +290,7 @@ class FusedAdam(torch.optim.Optimizer):
             seconds,
             [],
             list(so_far),
-            fused=device.type in _FUSED,
+            fused=values[0].device.type in _FUSED,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

@@ -27,6 +27,7 @@ def step_on_device(
     states: Sequence[Mapping[str, torch.Tensor]],
     gradients: Sequence[torch.Tensor],
     factor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
     decoupled: bool,
     corrects: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -37,7 +38,8 @@ def step_on_device(
         parts: of parameters that have gradients.
         states: of each.
         gradients: of each, of any dtype.
-        factor: of all gradients, on their device, or None.
+        factor: fp32, of all gradients, on their device, or None.
+        found_inf: fp32, on their device, or None; where it is not 0, parts and states stay.
         decoupled: AdamW.
         corrects: correct means for their start at zero; endless steps correct by nothing.
 
@@ -59,7 +61,8 @@ def step_on_device(
     rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
     rate = device_count(group["lr"], values[0].device)
     steps = group["step"] if corrects else torch.full_like(group["step"], math.inf)
-    factor = None if factor is None else factor.to(torch.float32).reshape(1)
+    factor = None if factor is None else factor.reshape(1)
+    found_inf = None if found_inf is None else found_inf.reshape(1)
     for (_, weight_dtype, _), members in kinds.items():
         tensors = AdamTensors(
             [values[i] for i in members],
@@ -69,7 +72,7 @@ def step_on_device(
             [] if weight_dtype is None else [parts[i].local for i in members],
             [amax for i in members if (amax := amaxes[i]) is not None],
         )
-        adam(tensors, steps, rate, factor, rules)
+        adam(tensors, steps, rate, factor, rules, found_inf)
     for (_, local, piece), value in zip(parts, values, strict=True):
         if piece is None and not local.is_contiguous():
             local.copy_(value)

@@ -1,0 +1,112 @@
+"""Steps of `FusedAdam` that a `torch.amp.GradScaler` takes: gradients are scaled, or overflowed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from transformer_engine.pytorch.optimizers.on_device import device_count
+from transformer_engine.pytorch.parallel.dtensors import whole_value
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def hides_scaler(step: F) -> F:
+    """A step whose signature lacks `grad_scaler`: `GradScaler.step` warns of any that has it."""
+    signature = inspect.signature(step)
+    shown = [one for name, one in signature.parameters.items() if name != "grad_scaler"]
+    step.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return step
+
+
+def takes_scaled(optimizer: Any) -> bool:
+    """Whether `GradScaler.step` leaves scaled gradients, and what to do about inf, to the step.
+
+    Otherwise it unscales them first, which it refuses for fp16, and waits for the device.
+    """
+    if optimizer.capturable or optimizer.use_decoupled_grad:
+        return True
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return any([p.grad is not None and p.grad.dtype is torch.float16 for p in parameters])
+
+
+def step_by(scaler: Any, optimizer: Any, closure: Any, step: Callable[[], Any]) -> Any:
+    """`scaler.step(optimizer)` from within the optimizer's own step, whose hooks have run.
+
+    Args:
+        scaler: a `torch.amp.GradScaler`.
+        optimizer: of the step.
+        closure: None.
+        step: is called as the optimizer's.
+
+    Raises:
+        TypeError: a scaler of another kind.
+        NotImplementedError: a closure, whose gradients the scaler has not seen.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"[FusedAdam] expected grad_scaler to be a torch.amp.GradScaler or None, got {scaler!r}"
+        )
+    if closure is not None:
+        raise NotImplementedError(
+            "[FusedAdam] expected closure=None with a grad_scaler, which looks for inf in the "
+            f"gradients before the step, got {closure!r}"
+        )
+    own = vars(optimizer)
+    outer = own.get("step")  # of a learning rate scheduler
+    own["step"] = step
+    try:
+        return scaler.step(optimizer)
+    finally:
+        del own["step"]
+        if outer is not None:
+            own["step"] = outer
+
+
+def scaling_of(
+    optimizer: Any, grad_factor: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The factor of gradients with 1 / scale in it, and `found_inf`; both fp32 `[]`, or None.
+
+    `GradScaler.step` leaves scale and `found_inf` as attributes of the optimizer: no scale where
+    gradients are unscaled, and the number 0 where it has looked at no gradient.
+
+    Raises:
+        NotImplementedError: gradients are where the scaler does not look for inf.
+    """
+    scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    if found_inf is not None and optimizer.use_decoupled_grad:
+        raise NotImplementedError(
+            "[FusedAdam] expected gradients in parameter.grad with a GradScaler, which looks for"
+            " inf there, got use_decoupled_grad=True"
+        )
+    factor = None if grad_factor is None else whole_value(grad_factor).float().reshape(())
+    if scale is not None:
+        inverse = scale.double().reciprocal().float().reshape(())
+        factor = inverse if factor is None else factor * inverse.to(factor.device)
+    if not isinstance(found_inf, torch.Tensor):
+        return factor, None
+    return factor, found_inf.float().reshape(())
+
+
+def count_step(group: dict[str, Any], capturable: bool, found_inf: torch.Tensor | None) -> None:
+    """Count a step of a group; with `capturable` on its device, and only where nothing overflowed.
+
+    Raises:
+        ValueError: `capturable`, and parameters on several devices.
+    """
+    if not capturable:
+        group["step"] = int(group.get("step", 0)) + 1
+        return
+    devices = {parameter.device for parameter in group["params"]}
+    if len(devices) > 1:
+        raise ValueError(
+            "[FusedAdam] expected a group's parameters on one device with capturable=True, got "
+            f"{', '.join(sorted(map(str, devices)))}"
+        )
+    for device in devices:
+        group["step"] = device_count(group.get("step", 0), device)
+        group["step"] += 1 if found_inf is None else found_inf.to(device) == 0
