@@ -258,8 +258,12 @@ def test_refused_masters(device):
         cast_master_weights_to_fp8([weight], [piece], [100], None)
     with pytest.raises(TypeError, match="got Float8BlockwiseQTensor of 1 x 128 blocks"):
         cast_master_weights_to_fp8([blocks(1)(values(device, 16, 16))], [piece], [0], None)
-    with pytest.raises(NotImplementedError, match="fully_shard keeps pieces"):
-        cast_master_weights_to_fp8([weight], [piece], [0], None, [weight])
+    with te.fp8_model_init():
+        layer = te.Linear(16, 16, device=device)
+    layer.name = "head"
+    message = r"a piece of weight of layer head: trainers that shard .* quantized_model_init"
+    with pytest.raises(NotImplementedError, match=message):
+        cast_master_weights_to_fp8([weight, layer.weight], [piece] * 2, [0] * 2, None, [None, 1])
     cast_master_weights_to_fp8([], [], [], None)
 
 

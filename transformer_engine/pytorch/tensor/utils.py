@@ -85,7 +85,8 @@ def quantize_master_weights(
         master_weights: fp32 pieces, flat; None where this rank has none of a weight.
         start_offsets: where each begins in its weight, read as flat.
         group: of the ranks with the other pieces; None is the default one, where there is one.
-        fsdp_shard_model_weights: not implemented: `fully_shard` keeps pieces by itself.
+        fsdp_shard_model_weights: None: `fully_shard` keeps pieces by itself, and trainers that do
+            not use it, as Megatron-FSDP, need weights in high precision.
         manual_post_all_gather_processing: the caller will call `post_all_gather_processing`. The
             transposed codes are dropped here in any case, and made again when they are needed.
 
@@ -95,11 +96,14 @@ def quantize_master_weights(
         NotImplementedError: `fsdp_shard_model_weights` with anything but None in it.
     """
     del manual_post_all_gather_processing
-    if any(shard is not None for shard in fsdp_shard_model_weights or ()):
-        raise NotImplementedError(
-            "[quantize_master_weights] fsdp_shard_model_weights: fully_shard keeps pieces of FP8"
-            " weights by itself"
-        )
+    for weight, shard in zip(model_weights, fsdp_shard_model_weights or (), strict=False):
+        if shard is not None:
+            raise NotImplementedError(
+                "[quantize_master_weights] expected fsdp_shard_model_weights=None, got a piece of"
+                f" {getattr(weight, 'label', type(weight).__name__)}: trainers that shard weights"
+                " by themselves, as Megatron-FSDP does, need them in high precision. Make the model"
+                " without quantized_model_init (fp8_model_init), or use torch's fully_shard"
+            )
     pieces = [*zip(model_weights, master_weights, start_offsets, strict=True)]
     for weight, master, start in pieces:
         _check(weight, master, start)
