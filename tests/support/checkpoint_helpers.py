@@ -1,10 +1,12 @@
 """What the tests of checkpointing share."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
@@ -18,6 +20,47 @@ MODES = {
     "torch not reentrant": lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False),
 }
 Wrap = Callable[..., Any]
+
+
+def deepspeed_checkpoint(function: Wrap, *args: Any) -> Any:
+    """As DeepSpeed's `non_reentrant_checkpoint`, whose hooks have these names and variables."""
+
+    class Holder:
+        pass
+
+    storage: Any = weakref.WeakKeyDictionary()
+    weak_holder_list: list[Any] = []
+    leaf_tensors: list[torch.Tensor] = []
+
+    def checkpoint_pack(tensor_from_forward: torch.Tensor) -> Any:
+        res = Holder()
+        weak_holder_list.append(weakref.ref(res))
+        if tensor_from_forward.requires_grad and tensor_from_forward.is_leaf:
+            leaf_tensors.append(tensor_from_forward)
+        return res
+
+    def checkpoint_unpack(holder_from_backward: Any) -> torch.Tensor:
+        if len(storage) == 0:
+            unpack_counter = 0
+
+            def replay_pack(tensor_from_replay: torch.Tensor) -> None:
+                nonlocal unpack_counter
+                unpack_counter += 1
+                holder = weak_holder_list[unpack_counter - 1]()
+                if holder is not None:
+                    storage[holder] = tensor_from_replay.detach()
+
+            def replay_unpack(none_value: Any) -> Any:
+                raise RuntimeError("the graph of a replay has no backward")
+
+            inputs = [x.detach().requires_grad_(x.requires_grad) for x in args]
+            hooks = saved_tensors_hooks(replay_pack, replay_unpack)
+            with torch.enable_grad(), hooks:
+                function(*inputs)
+        return storage[holder_from_backward]
+
+    with saved_tensors_hooks(checkpoint_pack, checkpoint_unpack):
+        return function(*args)
 
 
 def build(device: str, dropout: float = 0.0) -> nn.ModuleDict:

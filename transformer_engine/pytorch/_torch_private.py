@@ -128,8 +128,6 @@ _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack",
 default_store: Callable[[], Any] = found(
     "torch.distributed.distributed_c10d:_get_default_store", lambda: None
 )
-
-
 # Collectives of compiled code; named so in torch's documentation of them. Without: a module that
 # ranks share cannot be compiled.
 functional_collectives: Any = found("torch.distributed._functional_collectives", None)
@@ -356,17 +354,19 @@ for _hook, _record in _RECORDS.items():
 
 def checkpoint_of_hooks() -> tuple[Any, Any]:
     """Torch's record of its innermost non-reentrant checkpoint: in its first run, in another."""
-    hooks: Any = top_hooks(True)
-    if hooks is None:
-        return None, None
-    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
+    cells: dict[str, Any] = {}
+    for hook in top_hooks(True) or ():
+        function: Any = getattr(hook, "_torchdynamo_orig_callable", hook)
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells.update(zip(names, getattr(function, "__closure__", None) or (), strict=True))
     first, again = _RECORDS.values()
     if first in cells:
         return cells[first].cell_contents, None
     if again in cells:
         return None, cells[again].cell_contents()
+    if {"storage", "weak_holder_list"} <= cells.keys():  # DeepSpeed's record, in both runs
+        storage = cells["storage"].cell_contents
+        return (storage, None) if "Holder" in cells else (None, storage)
     return None, None
 
 

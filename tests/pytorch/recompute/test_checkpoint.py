@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpoint_helpers import MODES, Wrap, uncheckpointed
+from checkpoint_helpers import MODES, Wrap, deepspeed_checkpoint, uncheckpointed
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch import nn
@@ -73,6 +73,12 @@ def train(recipe: str, wrap: Wrap, device: str = "cpu", dropout: float = 0.0, st
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_to_a_run_without(recipe: str, mode: str, device: str) -> None:
     assert_equal(train(recipe, MODES[mode], device), train(recipe, uncheckpointed, device))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_deepspeed(recipe: str, device: str) -> None:
+    expected = train(recipe, uncheckpointed, device)
+    assert_equal(train(recipe, deepspeed_checkpoint, device), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)

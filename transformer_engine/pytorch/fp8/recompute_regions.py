@@ -4,7 +4,7 @@ The first forward of a region records the autocast scope and the scales of every
 recompute uses them again, even if scope and scales have changed meanwhile, and records no amaxes.
 
 `te.checkpoint` enters its regions on the autocast stack. Regions of `torch.utils.checkpoint`, and
-of autograd functions written after its pattern, are found through autograd: the region is an
+of functions written after its pattern, as DeepSpeed's, are found through autograd: the region is an
 attribute of the object that autograd keeps for the checkpoint, and lives as long.
 
 A checkpoint may run again before its own backward, from a hook on a tensor: autograd does not show
@@ -194,7 +194,7 @@ def recompute_context(
             if region not in open_regions:
                 open_regions.append(region)
     if recomputed is None and graph_task() != -1:
-        source = recomputes or running_node()
+        source = running_node() if recomputes is None else recomputes
         recomputed = getattr(source, _KEY, None)
     hooks: Any = top_hooks(True)
     separate_tensors = hooks is not None and getattr(hooks[0], "separate_tensors", False)
