@@ -145,11 +145,6 @@ def allows_tf32() -> bool:
     return _fp32_precision("cuda", "matmul") == "tf32"
 
 
-def saved_tensors_hooks_active() -> bool:
-    """Whether what autograd saves now passes through hooks."""
-    return top_hooks(True) is not None
-
-
 def other_caller_active() -> bool:
     """Whether functorch transforms this call, forward mode differentiates it, or it is traced."""
     return transforms_active() or _forward_ad._current_level >= 0 or is_tracing()

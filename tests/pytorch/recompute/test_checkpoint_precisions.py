@@ -17,7 +17,9 @@ from torch.utils.checkpoint import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
 
 FP8 = [name for name in RECIPES if name != "high precision"]
 modes = pytest.mark.parametrize("wrap", MODES.values(), ids=MODES)
@@ -92,6 +94,51 @@ def test_calls_without_autocast_around_the_first_in_fp8(wrap: Wrap, monkeypatch:
         run(function, x).square().sum().backward()
         found.append([*gradients(layer, x), *(p.grad for p in other.parameters())])
     assert_equal(*found)
+
+
+def attention() -> nn.Module:
+    return te.DotProductAttention(2, 16, attn_mask_type="no_mask")
+
+
+def quantized_linear() -> nn.Module:
+    return te.ops.Sequential(te.ops.Quantize(), te.ops.Linear(32, 32, device="cpu"))
+
+
+@modes
+@pytest.mark.parametrize("together", [False, True], ids=["in two", "in one"])
+@pytest.mark.parametrize("make", [attention, quantized_linear, partial(te.Linear, 32, 32)])
+def test_the_first_call_of_a_process_is_outside_of_autocasts(
+    make: Wrap, together: bool, wrap: Wrap, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(process_state(), "has_regions", False)  # as in a new process
+    shape = (8, 2, 2, 16) if make is attention else (16, 32)
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer = make().to("cpu")
+
+        def call(x: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
+            return layer(*[x] * (3 if x.ndim == 4 else 1)).view(x.shape)
+
+        def in_fp8(x: torch.Tensor, call: Wrap = call) -> torch.Tensor:
+            with te.fp8_autocast(fp8_recipe=DelayedScaling(fp8_dpa=True)):
+                return call(x)
+
+        def both(x: torch.Tensor, call: Wrap = call, in_fp8: Wrap = in_fp8) -> torch.Tensor:
+            return in_fp8(call(x))
+
+        x = torch.randn(*shape, requires_grad=True)
+        out = run(both, x) if together else run(in_fp8, run(call, x))
+        out.square().sum().backward()
+        found.append(gradients(layer, x))
+    assert_equal(*found)
+
+
+def test_calls_in_inference_mode_are_in_no_region(monkeypatch: Any) -> None:
+    """They take the short way of the host, also after a checkpoint in FP8."""
+    monkeypatch.setattr(process_state(), "has_regions", True)
+    with torch.inference_mode():
+        assert not may_recompute(autocast_stack())
 
 
 @modes

@@ -43,7 +43,6 @@ def _may_fuse(x: torch.Tensor) -> bool:
         or x.is_meta
         or _torch_private.transforms_active()
         or _torch_private.has_global_module_hooks()
-        or _torch_private.saved_tensors_hooks_active()
         or may_recompute(autocast_stack())
         or autocast_dtype(x) is not None
         or exporting()

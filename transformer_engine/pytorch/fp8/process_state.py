@@ -53,7 +53,7 @@ class ProcessState:
             graph does not tell which modules ran, so an update covers the whole group.
         forward_pending: compiled code has deferred the forward update.
         backward_pending: likewise.
-        has_regions: a recompute region has recorded a call.
+        has_regions: a recompute region has recorded a call in FP8.
         checkpoints: regions by autograd's object of their checkpoint, oldest first; of checkpoints
             that `activation_recompute_forward` was opened in.
         announced: subjects of warnings that were given; see `notices`.

@@ -93,8 +93,7 @@ class RecomputeRegion:
     def next_call(self, module: Any) -> Call:
         """The call of the first forward that the module now recomputes.
 
-        Layers that have run in high precision alone may be called more often, or less: such calls
-        are not recorded before a region of the process has one in FP8.
+        Layers that have run in high precision alone may be called more often, or less.
 
         Raises:
             RuntimeError: the region calls the module more often than in the first forward.
@@ -245,9 +244,13 @@ def in_first_forward() -> bool:
 
 
 def may_recompute(stack: AutocastStack) -> bool:
-    """Whether a call in this scope may be in a recompute region: first forward or recompute."""
-    state = process_state()
-    counts = stack.scope.number or state.has_regions or state.inspector is not None
-    if counts and (top_hooks(True) is not None or not forward_grad_enabled()):
+    """Whether a call may be in a recompute region: in its first forward or in its recompute.
+
+    In high precision, too: the layer may have calls in FP8 in the same backward.
+    """
+    if top_hooks(True) is not None:
         return True
-    return state.has_regions and graph_task() != -1
+    # Off in inference mode, too, where only our own regions record calls.
+    if not forward_grad_enabled() and (stack.regions or not torch.is_inference_mode_enabled()):
+        return True
+    return process_state().has_regions and graph_task() != -1

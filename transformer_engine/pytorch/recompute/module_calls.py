@@ -16,7 +16,7 @@ from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
-from transformer_engine.pytorch.fp8.process_state import Scope, process_state
+from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.recompute_regions import (
     Call,
@@ -133,7 +133,7 @@ def made_in_region(
     first = region.next_call(module) if again and region is not None else None
     scope = stack.scope if first is None else first.scope
     if not casts(scope):
-        where.record_call(module, Call(scope))
+        where.record_call(module, Call(OUTSIDE))
         return None
     if first is None:
         made = make(counts, None)

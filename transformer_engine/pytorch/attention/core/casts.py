@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch._torch_private import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.exporting import exports_inference
-from transformer_engine.pytorch.fp8.process_state import Scope, process_state
+from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
@@ -30,7 +29,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     states_of,
 )
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
-from transformer_engine.pytorch.fp8.recompute_regions import Call
+from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
@@ -196,22 +195,15 @@ def casts_of(
     """
     stack = autocast_stack()
     compiling = torch.compiler.is_compiling()
-    in_backward = not compiling and process_state().has_regions and graph_task() != -1
-    asked = asks(stack.scope, module.name)
-    # A region records calls in high precision, too, if the module may have others in FP8.
-    recorded = asked or (not compiling and bool(module.scaling or wants_fp8(stack.scope.recipe)))
-    if not (in_backward or recorded):
+    in_region = not compiling and may_recompute(stack)
+    if not (in_region or asks(stack.scope, module.name)):
         return None
-    recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if compiling and exports_inference() and not stack.scope.enabled:  # nothing calibrates
         return None
+    recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     device = tensors[0].device
-    if in_backward or (
-        not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
-    ):
+    if in_region:
         return _in_region(module, recording, device)
-    if not asked:
-        return None
     recomputed = checkpointed or stack.in_compiled_checkpoint
     casts = casts_in_scope(module, recording, device, recomputed=recomputed)
     return casts._replace(step=module.take_backward_end()) if recording else casts
