@@ -4,6 +4,9 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
@@ -366,6 +369,20 @@ def test_inputs_are_dense(kind, enabled):
             with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
                 module(SPARSE)
             module(X)
+
+
+def test_inputs_are_no_dtensors():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = DTensor.from_local(X, init_device_mesh("cpu", (1,)))
+        for kind, make in DENSE_ONLY.items():
+            module, parameter, layer = make()
+            expected = f"[{kind}] expected {parameter} to be a plain torch.Tensor, got a DTensor: "
+            text = re.escape(f"{expected}call its to_local() (layer {layer})")
+            with pytest.raises(TypeError, match=f"^{text}$"):
+                module(x)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_inputs_are_dense():

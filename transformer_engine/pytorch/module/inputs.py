@@ -12,6 +12,7 @@ from torch import nn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.module.arguments import in_layer
+from transformer_engine.pytorch.parallel.dtensors import is_dtensor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 # Found once: this is on the hot path.
@@ -27,9 +28,11 @@ _OTHER_DEVICE = ("same device", "expected device", "meta")
 
 
 def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
-    """Raise TypeError for an input that is not a dense tensor."""
+    """Raise TypeError for an input that is not a plain, dense tensor."""
     wanted, got = "a torch.Tensor", type(value).__name__
-    if isinstance(value, torch.Tensor):
+    if is_dtensor(value):
+        wanted, got = "a plain torch.Tensor", "a DTensor: call its to_local()"
+    elif isinstance(value, torch.Tensor):
         wanted, got = "a dense torch.Tensor", f"one of layout {value.layout}"
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{in_layer(layer)}")
 
@@ -93,8 +96,8 @@ def check_hidden(
     module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
 ) -> None:
     """Raise unless this is hidden states, or an encoder's output, in a format like `sbhd`."""
-    if not isinstance(x, _Tensor) or x.layout is not _strided:
-        refuse_input(type(module).__name__, parameter, x, module.name)  # type: ignore[arg-type]
+    if type(x) is not _Tensor or x.layout is not _strided:
+        _check_input(module, parameter, x)
     shape = x.shape
     if not shape or shape[-1] != features or len(shape) != (2 if format == "thd" else 3):
         raise ValueError(
@@ -107,14 +110,21 @@ def check_hidden(
 
 def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
     """Raise unless the input is a dense tensor whose last size is this."""
-    if not isinstance(x, _Tensor) or x.layout is not _strided:
-        refuse_input(type(module).__name__, "inp", x, module.name)  # type: ignore[arg-type]
+    if type(x) is not _Tensor or x.layout is not _strided:
+        _check_input(module, "inp", x)
     shape = x.shape
     if not shape or shape[-1] != features:
         raise ValueError(
             f"[{type(module).__name__}] expected inp of shape (..., {features}), got"
             f" {tuple(shape)} (layer {module.name})"
         )
+
+
+def _check_input(module: nn.Module, parameter: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless kernels can read it: parameters, and tensors in FP8, are fine, too."""
+    of_ranks = is_dtensor(x) and not isinstance(x, QuantizedTensor)  # whose pieces have to_local
+    if not isinstance(x, _Tensor) or x.layout is not _strided or of_ranks:
+        refuse_input(type(module).__name__, parameter, x, module.name)  # type: ignore[arg-type]
 
 
 def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:
