@@ -38,6 +38,11 @@ def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
         _warn_of(about or text, text, stacklevel + 1)
 
 
+def has_warned(about: str) -> bool:
+    """Whether `warn_once` has warned of a thing: there is no need to look for it again."""
+    return about in process_state().announced
+
+
 def _warn_of(about: str, text: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
     announced = process_state().announced
     if about not in announced:

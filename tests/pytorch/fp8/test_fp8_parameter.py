@@ -13,6 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import _rebuild
 
@@ -110,6 +111,34 @@ def test_data_may_be_set(layer: te.Linear) -> None:
     assert codes(weight) is codes(other) and (weight.dequantize() == 3).all()
     with pytest.raises(ValueError, match=r"expected data of shape.*weight of layer block.proj"):
         weight.data = torch.ones(3, device=weight.device)
+
+
+def test_data_in_a_buffer_of_a_trainer_is_a_copy(
+    layer: te.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ZeroRedundancyOptimizer(parameters_as_bucket_view=True)` assigns it."""
+    monkeypatch.setattr(process_state(), "announced", set())
+    weight = layer.weight
+    before = weight.detach().dequantize()
+    bucket = torch.cat([before.flatten(), before.flatten()])
+    with pytest.warns(
+        UserWarning, match=r"does not reach weight of layer block.proj \(Zero"
+    ) as own:
+        for _ in range(2):
+            weight.data = bucket[: before.numel()].view_as(before)
+    assert len(own) == 1 and own[0].filename == __file__
+    bucket.zero_()
+    assert_bitwise(weight.detach().dequantize(), before)
+
+
+@pytest.mark.parametrize("same", ["values", "memory"])
+def test_other_data_may_be_set_without_a_warning(
+    layer: te.Linear, same: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_state(), "announced", set())
+    weight = layer.weight
+    values = weight.detach().dequantize()
+    weight.data = torch.stack([values, 2 * values])[1] if same == "memory" else values
 
 
 def test_copying_both_ways(layer: te.Linear) -> None:

@@ -30,6 +30,7 @@ from transformer_engine.pytorch.tensor.writing import (
     overwrite,
     parts_for,
     shares_scale,
+    warn_of_lost_alias,
     write,
     write_unless,
 )
@@ -145,6 +146,7 @@ class QuantizedTensor(WithoutStorage):
         if self.like(value):
             self.adopt(parts_for(self, value))  # type: ignore[arg-type]
         else:
+            warn_of_lost_alias(self, value)
             self.quantize_(value)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:

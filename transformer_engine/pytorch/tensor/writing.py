@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import same_storage
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.casts.operands import scale_pair
 from transformer_engine.pytorch.kernels.amax import amax
 from transformer_engine.pytorch.kernels.quantize import quantize_many
+from transformer_engine.pytorch.notices import has_warned, warn_once
 from transformer_engine.pytorch.scale_layout import layout_of
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _ROUNDED = 1.01  # codes of the largest values of a scale stand for values that much above, too
 _MOST = 2.0**125  # the largest scale that slices ask for, and 1/scale: beyond, one loses bits
+_LOST = "assigned data in a larger tensor"
 _HALF_OF_RANGE = torch.finfo(torch.float32).max / 2
 
 
@@ -131,6 +134,25 @@ def parts_for(tensor: QuantizedTensor, other: QuantizedTensor) -> Sequence[torch
     """
     piece = shares_scale(other) and not shares_scale(tensor)
     return (alone(other) if piece else other).parts
+
+
+def warn_of_lost_alias(tensor: QuantizedTensor, values: torch.Tensor) -> None:
+    """Warn once where an assignment to `data` seems to move a weight into a buffer of its trainer.
+
+    That is so where its own values come back in a part of a larger tensor.
+    """
+    if has_warned(_LOST) or torch.compiler.is_compiling() or is_capturing():
+        return
+    if type(values) is not torch.Tensor or values.is_meta:
+        return
+    if values.untyped_storage().nbytes() > values.nbytes and values.equal(tensor.plain_values()):
+        warn_once(
+            f"[{type(tensor).__name__}] expected data that no other tensor shares, got a part of a "
+            f"larger tensor: its values are copied, and what is written there later does not reach "
+            f"{tensor.label} (ZeroRedundancyOptimizer: leave parameters_as_bucket_view=False)",
+            about=_LOST,
+            stacklevel=3,
+        )
 
 
 def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tensor) -> None:
