@@ -59,6 +59,8 @@ def test_one_step_is_the_update_rounded_once(
     name: str, way: str, dtype: torch.dtype, kind: type[QuantizedTensor], device: str
 ) -> None:
     module, plain = layer_and_reference(kind, device, dtype)
+    # An error of torch 2.13: on a CPU this kernel moves no parameter of 16 bits.
+    stays = device == "cpu" and (name, way, dtype) == ("sgd", "fused", torch.bfloat16)
     identities = [id(p) for p in module.parameters()]
     optimizers = [OPTIMIZERS[name](p, **WAYS[way]) for p in (list(module.parameters()), plain)]
     for _ in range(3):
@@ -73,6 +75,7 @@ def test_one_step_is_the_update_rounded_once(
             if not isinstance(parameter, QuantizedTensor):
                 assert_bitwise(parameter, reference)
                 continue
+            assert stays or not torch.equal(values(parameter), old)
             expected = parameter._quantizer(reference.detach())
             if name == "adamw" and way != "fused":  # decays, rounds, updates, rounds
                 assert_near(parameter.dequantize(), reference, 2, old)
