@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.chain import compiled
 
 AUTO = torch.export.Dim.AUTO
@@ -41,6 +45,10 @@ def attention_in_fp8():
     return te.MultiheadAttention(64, 4, attn_mask_type="causal", attention_dropout=0, device="cpu")
 
 
+def casts(**settings):
+    return te.ops.Sequential(te.ops.Quantize(**settings), te.Linear(64, 64, device="cpu"))
+
+
 @pytest.mark.filterwarnings("ignore:.*side effects.*:UserWarning")  # the autocast
 @pytest.mark.parametrize(
     ("module", "recipe", "strict"),
@@ -49,8 +57,21 @@ def attention_in_fp8():
         (te.LayerNormMLP(64, 128, device="cpu"), DelayedScaling(amax_history_len=4), True),
         (attention_in_fp8(), DelayedScaling(amax_history_len=4, fp8_dpa=True), False),
         (te.TransformerLayer(64, 128, 4, device="cpu"), Float8CurrentScaling(), False),
+        (casts(), DelayedScaling(amax_history_len=4), True),
+        (casts(), Float8CurrentScaling(), False),
+        (casts(), Float8BlockScaling(), True),
+        (casts(forward=False, backward=True), Float8CurrentScaling(), True),
     ],
-    ids=["linear", "delayed", "attention", "layer"],
+    ids=[
+        "linear",
+        "delayed",
+        "attention",
+        "layer",
+        "casts delayed",
+        "casts",
+        "casts of blocks",
+        "casts of gradients",
+    ],
 )
 def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatch):
     model = trained(module, recipe, torch.randn(16, 2, 64)).eval()
@@ -69,7 +90,7 @@ def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatc
 
 @pytest.mark.parametrize(
     "module",
-    [attention_in_fp8(), te.ops.Sequential(te.ops.Quantize(), te.Linear(64, 64, device="cpu"))],
+    [attention_in_fp8(), casts()],
     ids=["attention", "casts"],
 )
 def test_programs_change_no_scales(module):

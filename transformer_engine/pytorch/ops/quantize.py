@@ -8,11 +8,13 @@ import torch
 
 from transformer_engine.pytorch.export.onnx import cast_there_and_back
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.exporting import exporting, exports_inference
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.ops.operation import FusibleOperation
@@ -83,7 +85,7 @@ class Quantize(ScaledModule, FusibleOperation):
         if not scope.active:
             return x
         if exports_inference():
-            return self._cast_to_plain(x) if scope.enabled else x
+            return self._cast_in_program(x) if scope.enabled else x
         from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
         # A quantised tensor that comes out of a graph break has no gradients in the next graph.
@@ -95,6 +97,17 @@ class Quantize(ScaledModule, FusibleOperation):
             return x
         quantizer = self._quantizers(x.device, recording=False).input
         return cast_there_and_back(x, quantizer, x.dtype).to(x.dtype)
+
+    def _cast_in_program(self, x: torch.Tensor) -> torch.Tensor:
+        """In a program for inference, without a quantised tensor: `strict=True` traces none."""
+        if isinstance(x, QuantizedTensor):
+            return x.dequantize()
+        if not self.casts_input:
+            return x
+        quantizer = self._quantizers(x.device, recording=False).input
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        codes: Any = quantizer.operands(rows, OperandRequest(quantizer, True, False)).rowwise
+        return dequantize(codes.codes, codes.format, codes.scales, x.dtype).view(x.shape)
 
     def _cast_to_plain(self, x: torch.Tensor) -> torch.Tensor:
         made = self.cast(x)
