@@ -1,11 +1,14 @@
 """`te.parallelize`: ranks share a model that is built, beside the same model in one process."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallelize_ranks import OF_FOUR, SCENARIOS, scenarios
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.parallelize.parallelize import _kinds
@@ -46,6 +49,18 @@ def test_plans_of_parts_of_layers_are_refused() -> None:
             [*_kinds(model, {entry: "row"})]
     kinds = [(name, kind) for name, _, kind in _kinds(model, {"*proj": "row"})]
     assert kinds == [("layer", "layer"), ("proj", "row")]
+
+
+@pytest.mark.parametrize("plan", [[("up", "column")], "column", []], ids=["pairs", "str", "empty"])
+def test_what_is_no_plan_is_refused(plan: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        text = rf"^\[parallelize\] expected plan to be a mapping .*, got {type(plan).__name__}$"
+        with pytest.raises(TypeError, match=text):
+            te.parallelize(te.Linear(16, 16, device="cpu"), mesh, plan)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_no_mesh_is_refused() -> None:

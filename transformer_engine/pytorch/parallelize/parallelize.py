@@ -76,8 +76,8 @@ def parallelize(
         ValueError: a mesh without these dimensions; a name in the plan that no module has; sizes
             that ranks cannot share; layers that have run, that `fully_shard` has cut, or that
             were made for several ranks.
-        TypeError: no model or no mesh; a kind that a module cannot become; a subclass with a
-            constructor of its own.
+        TypeError: no model or no mesh; a plan that is no mapping; a kind that a module cannot
+            become; a subclass with a constructor of its own.
 
     Example:
         >>> import torch
@@ -94,6 +94,11 @@ def parallelize(
         raise TypeError(
             "[parallelize] expected a model and a DeviceMesh, got"
             f" {type(model).__name__} and {type(mesh).__name__}"
+        )
+    if not (plan is None or isinstance(plan, Mapping)):
+        raise TypeError(
+            "[parallelize] expected plan to be a mapping of names of modules to what they become, "
+            f"such as {{'blocks.*.up': 'column'}}, or None, got {type(plan).__name__}"
         )
     names = mesh.mesh_dim_names or ()
     if not {"tp", "cp"}.intersection(names):
