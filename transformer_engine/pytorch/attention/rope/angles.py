@@ -16,9 +16,10 @@ class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
     """The angle of each position and element.
 
     The frequencies are the buffer `inv_freq`, fp32 `[dim / 2]`, which may be replaced, by the
-    scaled ones of Llama for example. They stay fp32 after `module.half()` and are no part of our
-    state dicts; those of a checkpoint that has them are loaded. Setting `dim` or `rotary_base`, and
-    leaving `meta`, computes them anew.
+    scaled ones of Llama for example. They stay fp32 after `module.half()`, and where FSDP casts
+    buffers, those of this class count as they were. They are no part of our state dicts; those of a
+    checkpoint that has them are loaded. Setting `dim` or `rotary_base`, and leaving `meta`,
+    computes them anew.
 
     Args:
         dim: size of a head.
@@ -123,7 +124,8 @@ class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
             )
         elif loaded is not None and not loaded.is_meta:
             device = loaded.device if own.is_meta else own.device
-            self.inv_freq = loaded.detach().to(device, torch.float32, copy=True)
+            exact = self._frequencies(device) if own.is_meta else own
+            self.inv_freq = _widened(loaded.detach().to(device), exact)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles of the positions from `offset` on, fp32 `[max_seq_len, 1, 1, dim]`.
@@ -131,13 +133,23 @@ class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
         Args:
             max_seq_len: how many positions, an int of 0 or more.
             offset: the first one.
+
+        Raises:
+            ValueError: `inv_freq` of another number of elements.
         """
         if not torch.compiler.is_compiling():
             check_sizes("RotaryPositionEmbedding", None, 0, max_seq_len=max_seq_len)
-        device = self.inv_freq.device
+        frequencies, device = self.inv_freq, self.inv_freq.device
+        if frequencies.shape != (self.dim // 2,):
+            raise ValueError(
+                f"[RotaryPositionEmbedding] expected inv_freq of shape ({self.dim // 2},), got"
+                f" {tuple(frequencies.shape)}"
+            )
+        if frequencies.dtype is not torch.float32:
+            frequencies = _widened(frequencies, self._frequencies(device))
         position = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         position = position / self._interpolation(max_seq_len)
-        angle = position[:, None] * self.inv_freq.float()
+        angle = position[:, None] * frequencies
         if self.interleaved:
             angle = angle.repeat_interleave(2, dim=-1)
         else:
@@ -153,3 +165,8 @@ class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
         if pretrained is not None and max_seq_len > pretrained * factor:
             return max_seq_len / pretrained
         return float(factor)
+
+
+def _widened(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The values in fp32, and `exact` where they are roundings of that."""
+    return torch.where(exact.to(values.dtype) == values, exact, values.float())
