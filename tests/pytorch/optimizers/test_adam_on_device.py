@@ -96,6 +96,14 @@ def test_without_bias_correction(capturable, betas, device):
     assert int(optimizer.param_groups[0]["step"]) == 4
     with pytest.raises(NotImplementedError, match="expected bias_correction=False, the only"):
         optimizer.add_param_group({"params": [own], "bias_correction": True})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["bias_correction"] = True
+    with pytest.raises(NotImplementedError, match="expected bias_correction=False, the only"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(TypeError, match="expected bias_correction to be a bool, got 'no'"):
+        FusedAdam([own], bias_correction="no")
+    with pytest.raises(ValueError, match=r"expected exp_avg of shape \(5, 7\), got \(7,\)"):
+        optimizer.set_scaled_state(own, "exp_avg", torch.zeros(7, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

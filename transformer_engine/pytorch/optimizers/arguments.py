@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from transformer_engine._flags import is_flag
 from transformer_engine.pytorch.module.arguments import check_numbers
 
 
@@ -16,6 +18,25 @@ def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
             raise NotImplementedError(
                 f"[{op}] expected {name}={only!r}, the only one that is implemented, got {value!r}"
             )
+
+
+def refuse_settings(op: str, group: Mapping[str, Any], bias_correction: bool) -> None:
+    """Raise NotImplementedError if a group has settings that are not those of the whole optimizer.
+
+    Args:
+        op: class of the optimizer.
+        group: of parameters.
+        bias_correction: of the optimizer.
+    """
+    others = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
+    refuse_others(op, **{name: (group.get(name, only), only) for name, only in others.items()})
+
+
+def check_flags(op: str, **flags: object) -> None:
+    """Raise TypeError unless all are flags, see `is_flag`."""
+    for name, value in flags.items():
+        if not is_flag(value):
+            raise TypeError(f"[{op}] expected {name} to be a bool, got {value!r}")
 
 
 def check_factor(op: str, factor: object) -> None:

@@ -17,8 +17,10 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers import loss_scaling
 from transformer_engine.pytorch.optimizers.arguments import (
     check_factor,
+    check_flags,
     check_settings,
     refuse_others,
+    refuse_settings,
 )
 from transformer_engine.pytorch.optimizers.on_device import step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
@@ -28,6 +30,7 @@ from transformer_engine.pytorch.optimizers.parts import (
     initial_master,
     local_gradient,
     part_of,
+    state_with,
     write_quantized,
     write_values,
     zeros_for,
@@ -74,7 +77,7 @@ class FusedAdam(torch.optim.Optimizer):
     Raises:
         NotImplementedError: other values of these arguments.
         ValueError: numbers out of range.
-        TypeError: numbers that are none.
+        TypeError: numbers or flags that are none.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> optimizer = FusedAdam([weight], lr=0.5, master_weights=True)
@@ -117,9 +120,9 @@ class FusedAdam(torch.optim.Optimizer):
         self._stored.check(capturable)
         self.adam_w_mode = adam_w_mode
         self.bias_correction = bias_correction
-        self.capturable = capturable
-        self.master_weights = master_weights
+        self.capturable, self.master_weights = capturable, master_weights
         self.use_decoupled_grad = use_decoupled_grad
+        check_flags("FusedAdam", **{name: getattr(self, name) for name in _FLAGS})
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings("FusedAdam", defaults)
         super().__init__(params, defaults)
@@ -133,9 +136,7 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             NotImplementedError, ValueError, TypeError: settings that the constructor refuses.
         """
-        others = {"amsgrad": False, "bias_correction": self.bias_correction, "maximize": False}
-        found = {name: (param_group.get(name, only), only) for name, only in others.items()}
-        refuse_others("FusedAdam", **found)
+        refuse_settings("FusedAdam", param_group, self.bias_correction)
         check_settings("FusedAdam", {**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -360,8 +361,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._overwrite(param, state_name, unscaled_state)
 
     def _overwrite(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        made = zeros_for(parameter)
-        (made if hasattr(value, "device_mesh") else local_part(made)).copy_(value)
+        made = state_with(value, parameter, name)
         self._stored.store(self.state[parameter], parameter, name, made)
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,11 +385,11 @@ class FusedAdam(torch.optim.Optimizer):
                 where the parameters of a group have taken equally many steps.
 
         Raises:
-            NotImplementedError: a group with `amsgrad` or `maximize`.
+            NotImplementedError: a group with `amsgrad`, `maximize` or another `bias_correction`.
             ValueError: a state of another shape than its parameter, or of another type than dict;
                 parameters of a group that have taken different numbers of steps.
         """
-        state_dict = steps_of_groups(state_dict)
+        state_dict = steps_of_groups(state_dict, self.bias_correction)
         check_shapes(self.param_groups, state_dict)
         super().load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -81,6 +81,22 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
+def state_with(value: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """A state in fp32: like the parameter, or of this rank's piece of it, with these values.
+
+    Raises:
+        ValueError: another shape.
+    """
+    made = zeros_for(parameter)
+    own = made if is_dtensor(value) else local_part(made)
+    if value.shape != own.shape:
+        raise ValueError(
+            f"[FusedAdam] expected {name} of shape {tuple(own.shape)}, got {tuple(value.shape)}"
+        )
+    own.copy_(value)
+    return made
+
+
 def initial_master(part: Part, clears: bool) -> torch.Tensor:
     """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value.
 

@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.arguments import refuse_settings
 from transformer_engine.pytorch.optimizers.stored_states import STATES
 
 
-def steps_of_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def steps_of_groups(state_dict: Mapping[str, Any], bias_correction: bool) -> dict[str, Any]:
     """The state dict with the number of steps in each group, where torch has one per parameter.
 
     Args:
         state_dict: of either kind; states of parameters that are no dicts stay as they are.
+        bias_correction: of the optimizer.
 
     Raises:
-        NotImplementedError: a group with `amsgrad` or `maximize`.
+        NotImplementedError: a group with `amsgrad`, `maximize` or another `bias_correction`.
         ValueError: parameters of a group that have taken different numbers of steps.
     """
     states = dict(state_dict["state"])
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
-        for name in ("amsgrad", "maximize"):
-            refuse_others("FusedAdam", **{name: (group.get(name, False), False)})
+        refuse_settings("FusedAdam", group, bias_correction)
         found = set()
         for number in group["params"]:
             state = states.get(number)
