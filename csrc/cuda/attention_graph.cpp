@@ -305,10 +305,23 @@ std::string refusal(const std::string& message) {
   return concat("cuDNN ", fe::detail::get_backend_version(), " refuses: ", message);
 }
 
+// What a release of cuDNN gets wrong though it takes it; empty where nothing is known.
+std::string known_error(const AttentionKey& key, size_t version) {
+  if (version == 91000 || version == 91001) return "this release computes attention wrongly";
+  const bool causal = key.right == 0 && !key.bottom_right && !key.padded;
+  if (version >= 91300 && version < 91500 && key.keys > 1024 && !causal)
+    return "this release reads other memory in CUDA graphs of more than 1024 keys";
+  const int64_t size = key.value_size;
+  const bool generic = size != 64 && size != 128 && size != 256;
+  if (version < 92600 && key.sink_grad && key.packed && generic)
+    return "this release computes wrong gradients of sinks with sequences and such heads of values";
+  return "";
+}
+
 class CudnnAttention final : public AttentionGraph {
  public:
-  CudnnAttention(fe::graph::Graph graph, cudnnHandle_t handle)
-      : graph_(std::move(graph)), handle_(handle) {}
+  CudnnAttention(fe::graph::Graph graph, cudnnHandle_t handle, bool clears)
+      : graph_(std::move(graph)), handle_(handle), clears_(clears) {}
 
   void build() override {
     auto status = graph_.build_plans();
@@ -325,6 +338,8 @@ class CudnnAttention final : public AttentionGraph {
     std::array<void*, static_cast<size_t>(Slot::Count)> taken;
     for (size_t i = 0; i < slots_.size(); ++i) taken[i] = pointers[slots_[i]];
     check(fe::detail::set_stream(handle_, stream), "cudnnSetStream");
+    if (clears_)
+      cuda::check(cudaMemsetAsync(workspace, 0, static_cast<size_t>(bytes_), stream), kOp);
     auto status = graph_.execute(handle_, taken.data(), static_cast<int>(slots_.size()), workspace);
     if (status.is_bad()) [[unlikely]]
       fail_in("execute", status.get_message());
@@ -333,6 +348,7 @@ class CudnnAttention final : public AttentionGraph {
  private:
   fe::graph::Graph graph_;
   cudnnHandle_t handle_;
+  bool clears_;                // the workspace, before each run
   std::vector<size_t> slots_;  // in the order of the uids that the graph takes
   int64_t bytes_ = -1;
 };
@@ -340,6 +356,9 @@ class CudnnAttention final : public AttentionGraph {
 AttentionPlan plan(const AttentionKey& key) {
   open_library();
   const cudnnHandle_t handle = handle_of(key.device);
+  const size_t version = fe::detail::get_backend_version();
+  const std::string error = known_error(key, version);
+  if (!error.empty()) return {nullptr, refusal(error)};
   Builder builder(key);
   if (key.fp8())
     key.backward ? builder.fp8_backward() : builder.fp8_forward();
@@ -351,7 +370,9 @@ AttentionPlan plan(const AttentionKey& key) {
   if (status.is_good()) status = graph.create_execution_plans({fe::HeurMode_t::A});
   if (status.is_good()) status = graph.check_support();
   if (status.is_bad()) return {nullptr, refusal(status.get_message())};
-  return {std::make_unique<CudnnAttention>(std::move(graph), handle), ""};
+  // Before 9.18 the backward of sequences on Hopper adds to what its workspace holds.
+  const bool clears = key.backward && key.packed && version < 91800;
+  return {std::make_unique<CudnnAttention>(std::move(graph), handle, clears), ""};
 }
 
 }  // namespace

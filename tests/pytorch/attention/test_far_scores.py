@@ -105,6 +105,34 @@ def test_gradients(queries, keys, kind, scores, fused, device, monkeypatch):
         torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("size", [64, 96, 192])
+def test_gradients_of_sinks_of_packed_sequences(size, device):
+    """CuDNN before 9.26 has others where heads of values are not of 64, 128 or 256."""
+    torch.manual_seed(0)
+    lengths = [40, 7, 100]
+    inputs = [torch.randn(sum(lengths), HEADS, size, device=device).bfloat16() for _ in range(3)]
+    module = te.DotProductAttention(
+        HEADS, size, qkv_format="thd", softmax_type="learnable", attn_mask_type="padding"
+    ).to(device)
+    torch.nn.init.normal_(module.softmax_offset)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = module(*leaves, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ends(lengths, device)))
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, [*leaves, module.softmax_offset], upstream)
+    exact = [x.detach().double().requires_grad_() for x in (*inputs, module.softmax_offset)]
+    *values, offset = exact
+    results = []
+    for query, key, value in zip(*(x.split(lengths) for x in values), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(size)
+        sink = offset.view(HEADS, 1, 1).expand(HEADS, len(query), 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        results.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
+    expected = torch.autograd.grad(torch.cat(results), exact, upstream.double())
+    for one, other in zip(found, expected, strict=True):
+        bound = 0.02 * other.abs().max().item()
+        torch.testing.assert_close(one.double(), other, rtol=0.03, atol=bound)
+
+
 def test_cudnn_leaves_single_queries_to_others():
     """Unless there is no backward, and of packed sequences, for which graphs have 64 or more."""
     reason = "has wrong gradients of a single query"

@@ -71,7 +71,7 @@ def test_checkpoints_with_frequencies():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by", ["data", "checkpoint"])
 def test_frequencies_that_others_round(dtype, by, device):
-    """As FSDP casts buffers, and models in 16 bits save them. Angles of long sequences are exact."""
+    """As FSDP casts buffers, and models in 16 bits save them: long sequences have exact angles."""
     module = RotaryPositionEmbedding(64).to(device)
     expected = module(4096)
     if by == "data":

@@ -37,6 +37,7 @@ from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.projections import layout_of, views
+from transformer_engine.pytorch.attention.masks.masks import mask_rule
 from transformer_engine.pytorch.capture import is_capturing, memoize
 from transformer_engine.pytorch.kernels.attention import (
     APART,
@@ -271,7 +272,8 @@ def _ordinary(problem: Problem) -> bool:
 
 @constant_in_graphs
 def _is_here() -> bool:
-    return not _refusal(Problem(device="cuda"))
+    large = Problem(device="cuda", rule=mask_rule("no_mask"), queries=2048)
+    return not _refusal(Problem(device="cuda")) and not _refusal(large)
 
 
 def _reason(problem: Problem) -> str:
