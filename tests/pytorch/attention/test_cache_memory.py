@@ -6,6 +6,10 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.inference import (
+    KVCacheManager,
+    NonPagedKVCacheManager,
+)
 
 HIDDEN, HEADS, LONGEST = 32, 4, 16
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -154,8 +158,65 @@ def test_caches_that_do_not_fit_are_refused():
     for other in (tuple(one[:1] for one in pair), tuple(one[:, :5] for one in pair), pair[:1]):
         with pytest.raises(ValueError, match=expected):
             cache[1] = other
-    with pytest.raises(ValueError, match=r"after allocate_memory or a step for .* number 2"):
-        cache[2] = pair
+    for other in (tuple(one.flatten(0, 1) for one in pair), None, (pair[0], None)):
+        with pytest.raises(
+            ValueError, match=r"values of \[\(3, 16, 'heads', 'size'\), .* number 2"
+        ):
+            cache[2] = other
+
+
+@pytest.mark.parametrize("form", ["named", "paged"])
+def test_programs_may_rebind_the_cache(form, device):
+    """As they rebind a dict: what they assign is copied into the memory, too."""
+    manager = written(form, device).cache_manager
+    seen = manager.cache[1]
+    for step in (1, 2):
+        pair = tuple(one + step for one in seen)
+        if step == 1:
+            manager.cache = {1: pair}
+        else:
+            manager.cache |= {1: pair}
+        for one, other in zip(seen, pair, strict=True):
+            assert torch.equal(one, other)
+    manager.cache.clear()
+    assert 1 not in manager.cache
+
+
+class Allocates(NonPagedKVCacheManager):
+    """As a program writes that allocates by itself."""
+
+    def allocate_memory(self, layer_number, device=None):
+        if layer_number not in self.cache:
+            shape = (self.max_batch_size, self.max_seqlen, self.num_heads, self.sizes[0])
+            zeros = torch.zeros(shape, dtype=self.dtype, device=device)
+            self.cache[layer_number] = (zeros, zeros.clone())
+
+
+class WithoutSizes(KVCacheManager):
+    """As one that was written for another method."""
+
+    def rows_of_layer(self):
+        return self.max_batch_size * self.max_seqlen
+
+    def make_room(self, kept_slots, lengths):
+        pass
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_managers_may_allocate_by_assignment(device, fixed):
+    params = te.InferenceParams(3, 16, custom_cache_manager=Allocates(3, 16, 2, 8, torch.float32))
+    params.pre_step({"a": 4, "b": 4})
+    new = torch.randn(3 if fixed else 2, 4, 2, 8, device=device)
+    found = params.step(1, new, new + 1, "bshd")
+    assert torch.equal(found.keys[:2, :4], new[:2])
+    assert torch.equal(params.cache_manager.cache[1][1][:2, :4], new[:2] + 1)
+
+
+def test_managers_without_sizes_are_refused_in_words():
+    manager = WithoutSizes(3, 16, 2, 8, torch.float32)
+    manager.pre_step({"a": 1})
+    with pytest.raises(NotImplementedError, match=r"expected WithoutSizes to have sizes_of_layer"):
+        manager.allocate_memory(1)
 
 
 def test_pages_are_in_dimension_0():

@@ -16,6 +16,7 @@ import torch
 
 from transformer_engine.pytorch.attention.cache.device_lengths import DeviceLengths
 from transformer_engine.pytorch.attention.cache.memory import (
+    Caches,
     LayerCaches,
     outside_of_inference_mode,
     refuse_new_cache,
@@ -74,12 +75,22 @@ class KVCacheManager:
         self.sizes = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
         self.dtype = dtype
         self.pages: list[list[int]] = []  # of each place of the batch, if there are pages
-        self.cache = LayerCaches()  # views of `_with_spare_row`
         self.lengths: dict[Any, int] = {}  # of each sequence after this step, in batch order
         self.new: list[int] = []  # tokens of this step, likewise
         self._of_step: dict[Any, torch.Tensor] = {}  # made once a step, shared by all layers
         self._lengths: DeviceLengths | None = None
-        self._with_spare_row: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._with_spare_row: dict[int, Caches] = {}
+
+    @property
+    def cache(self) -> LayerCaches:
+        """Keys and values of layers `[*sizes_of_layer(), heads, size]`; see `LayerCaches`."""
+        return LayerCaches(self._with_spare_row, self.sizes_of_layer)
+
+    @cache.setter
+    def cache(self, caches: Mapping[int, Caches]) -> None:
+        """Copy them into the memory of the layers that they name."""
+        if not isinstance(caches, LayerCaches) or caches.memory is not self._with_spare_row:
+            self.cache.update(caches)
 
     @property
     def pages_of_sequence(self) -> int:
@@ -88,7 +99,10 @@ class KVCacheManager:
 
     def sizes_of_layer(self) -> tuple[int, int]:
         """Dimensions 0 and 1 of a layer's cache: places of the batch, or pages, and their rows."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"[InferenceParams] expected {type(self).__name__} to have sizes_of_layer(), which"
+            " returns (places of the batch, or pages; tokens of each)"
+        )
 
     def row(self, slot: int, token: int) -> int:
         """The row of a token of the sequence at this place of the batch."""
@@ -115,7 +129,7 @@ class KVCacheManager:
         Raises:
             RuntimeError: a CUDA graph is being captured, whose replays would empty it.
         """
-        if layer_number in self.cache:
+        if layer_number in self._with_spare_row:
             return
         refuse_new_cache(layer_number)
         device = default_device(None) if device is None else device
@@ -127,9 +141,7 @@ class KVCacheManager:
                 torch.zeros(rows, self.num_heads, size, dtype=self.dtype, device=device)
                 for size in self.sizes
             )
-            self._with_spare_row[layer_number] = (keys, values)
-            views = keys[:-1].unflatten(0, sizes), values[:-1].unflatten(0, sizes)
-            self.cache.data[layer_number] = views
+        self._with_spare_row[layer_number] = (keys, values)
         self.device_lengths(device)
 
     def reset(self) -> None:
@@ -204,7 +216,7 @@ class KVCacheManager:
         return self.lengths_before(query.device), self.new_ends(query.device)
 
     def _device(self) -> torch.device:
-        for keys, _ in self.cache.values():
+        for keys, _ in self._with_spare_row.values():
             return keys.device
         return default_device(None)
 

@@ -44,7 +44,7 @@ class NonPagedKVCacheManager(KVCacheManager):
 
     def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Likewise."""
-        return self.cache.data[layer_number]
+        return self.cache[layer_number]
 
 
 class PagedKVCacheManager(KVCacheManager):

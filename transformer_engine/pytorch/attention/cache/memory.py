@@ -5,8 +5,7 @@ They are `[max_sequence_length, max_batch_size, heads, size]`, but for those of 
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -19,25 +18,80 @@ from transformer_engine.pytorch.module.inputs import can_read
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 
-class LayerCaches(UserDict[int, Caches]):
-    """Keys and values of layers of a cache manager, by layer number.
+class LayerCaches(MutableMapping[int, Caches]):
+    """Keys and values of layers of a cache manager, by layer number: views of their memory.
 
     What a program puts in their place, as beam search does with sequences in another order, is
     copied into their memory, where steps and CUDA graphs find it.
+
+    Args:
+        memory: of each layer, rows of `[heads, size]`; views leave out the last one.
+        sizes: returns dimensions 0 and 1 of the views.
     """
 
+    def __init__(self, memory: dict[int, Caches], sizes: Callable[[], tuple[int, int]]) -> None:
+        self.memory = memory
+        self._sizes = sizes
+
+    def __getitem__(self, layer_number: int) -> Caches:
+        keys, values = self.memory[layer_number]
+        sizes = self._sizes()
+        with outside_of_inference_mode():
+            return keys[:-1].unflatten(0, sizes), values[:-1].unflatten(0, sizes)
+
     def __setitem__(self, layer_number: int, caches: Caches) -> None:
-        """Raises ValueError for other shapes, and for a layer whose cache was not allocated."""
-        own = self.data.get(layer_number, ())
-        expected, got = [[tuple(one.shape) for one in pair] for pair in (own, caches)]
-        if not own or got != expected:
-            allocated = f"of {expected}" if own else "after allocate_memory or a step"
-            raise ValueError(
-                f"[InferenceParams] expected keys and values {allocated} for the cache of layer"
-                f" number {layer_number}, got {got}"
+        """A layer that has no memory yet gets these, and a row of zeros, as its memory.
+
+        Raises:
+            ValueError: other shapes.
+            RuntimeError: no memory yet, and a CUDA graph is being captured.
+        """
+        own = self.memory.get(layer_number)
+        pair = caches if isinstance(caches, tuple | list) else (caches,)
+        _check_shapes(layer_number, self._sizes(), own, pair)
+        if own is not None:
+            for row, other in zip(own, pair, strict=True):
+                row[:-1].copy_(other.detach().flatten(0, 1))
+            return
+        refuse_new_cache(layer_number)
+        with outside_of_inference_mode():
+            keys, values = (
+                torch.cat((one.detach().flatten(0, 1), one.new_zeros(1, *one.shape[2:])))
+                for one in pair
             )
-        for cache, other in zip(own, caches, strict=True):
-            cache.copy_(other.detach())
+        self.memory[layer_number] = keys, values
+
+    def __delitem__(self, layer_number: int) -> None:
+        del self.memory[layer_number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.memory)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __ior__(self, other: Mapping[int, Caches]) -> LayerCaches:
+        self.update(other)
+        return self
+
+
+def _check_shapes(
+    layer_number: int, sizes: tuple[int, int], own: Caches | None, pair: Sequence[Any]
+) -> None:
+    """ValueError unless these are keys and values of a layer with this memory, or with none yet."""
+    any_end = ("heads", "size")
+    expected = [
+        (*sizes, *end) for end in ([one.shape[1:] for one in own] if own else [any_end] * 2)
+    ]
+    got: list[Any] = [
+        tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__ for one in pair
+    ]
+    found = got if own else [(*one[:2], *any_end) if len(one) == 4 else one for one in got]
+    if found != expected:
+        raise ValueError(
+            f"[InferenceParams] expected keys and values of {expected} for the cache of layer"
+            f" number {layer_number}, got {got}"
+        )
 
 
 def outside_of_inference_mode() -> AbstractContextManager[Any]:
