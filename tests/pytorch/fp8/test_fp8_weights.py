@@ -156,6 +156,19 @@ def test_preserved_initial_values(recipe: str) -> None:
     assert not hasattr(made("Linear", "cpu").weight, "get_high_precision_init_val")
 
 
+@pytest.mark.parametrize("way", ["replaced", "assigned", "assigned to meta"])
+def test_initial_values_of_a_weight_that_took_the_place_of_another(way: str, recipe: str) -> None:
+    with te.fp8_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        layer = plainly("Linear", "meta" if way == "assigned to meta" else "cpu", recipe)
+    if way == "replaced":
+        layer.weight = torch.nn.Parameter(layer.weight.detach())
+    else:
+        layer.load_state_dict(plainly("Linear", "cpu", recipe).state_dict(), assign=True)
+    layer.reset_parameters()
+    values = layer.weight.get_high_precision_init_val()
+    assert_bitwise(recast(layer.weight, values), codes(layer.weight))
+
+
 def test_scopes_nest_and_what_fp8_cannot_take_stays() -> None:
     with te.fp8_model_init():
         with te.fp8_model_init(enabled=False):

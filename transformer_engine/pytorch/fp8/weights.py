@@ -16,9 +16,14 @@ from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import WHOLE, layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.attributes import InitialValue, attributes_beside
+from transformer_engine.pytorch.tensor.attributes import attributes_beside
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
-from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
+from transformer_engine.pytorch.tensor.shards import (
+    attach_initial_value,
+    initial_value,
+    piece_of,
+    with_piece,
+)
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 from transformer_engine.pytorch.tensor.writing import scale_ranks_of
 
@@ -43,7 +48,7 @@ def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Para
     quantizer = WeightQuantizer.for_layout(layout, label=label, **settings)
     parameter = nn.Parameter(quantizer.unwritten(values))
     if init.preserve:
-        InitialValue().attach(parameter)
+        attach_initial_value(parameter)
     if not values.is_meta:
         initialize(parameter, values, init)
     return parameter
@@ -54,8 +59,10 @@ def initialize(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
     values = values.detach()
     parameter.quantize_(values)
     if init.preserve:
-        on_cpu = values.device.type == "cpu"
-        initial_value(parameter).set(values.clone() if on_cpu else values.cpu())
+        initial = initial_value(parameter)
+        if initial is None:  # a parameter without one was put in the place of the module's own
+            initial = attach_initial_value(parameter)
+        initial.set(values.clone() if values.device.type == "cpu" else values.cpu())
 
 
 def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:

@@ -18,6 +18,7 @@ import torch
 from transformer_engine.pytorch._torch_private import tree_map
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import layout_of
+from transformer_engine.pytorch.tensor.attributes import InitialValue
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, QuantizedTensor
 from transformer_engine.pytorch.tensor.writing import (
     ShardRanks,
@@ -256,6 +257,15 @@ def initial_value(parameter: Any) -> Any:
     piece = piece_of(parameter)
     ranks = None if piece is None else ranks_of(piece)
     return getattr(parameter, "initial_value", None) if ranks is None else ranks.initial
+
+
+def attach_initial_value(weight: Any) -> InitialValue:
+    """A new `InitialValue` for an FP8 parameter, or for this rank's piece of one."""
+    initial, ranks = InitialValue(), ranks_of(weight)
+    initial.attach(weight)
+    if ranks is not None:
+        ranks.initial = initial
+    return initial
 
 
 class ShardableTensor(QuantizedTensor):
