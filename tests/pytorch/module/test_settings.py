@@ -353,6 +353,29 @@ def test_a_subclass_may_have_a_parameter_or_a_module_in_place_of_a_setting():
     assert module.activation is module._modules["activation"]
 
 
+class HasOwnLayout(te.TransformerLayer):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.layer_type = "sandwich"
+        self.output_layernorm = torch.nn.LayerNorm(32)
+
+    def forward(self, x):
+        return self.output_layernorm(self.self_attention(x)[0])
+
+
+class NamesNorm(te.LayerNormLinear):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.normalization = "that of the config"
+
+
+def test_a_subclass_may_have_attributes_with_the_names_of_fixed_settings():
+    x = torch.randn(4, 2, 32)
+    layer = HasOwnLayout(32, 64, 4, device="cpu")
+    assert layer(x).shape == x.shape and layer.layer_type == "sandwich"
+    assert make(NamesNorm)(x).shape == make(te.LayerNormLinear)(x).shape
+
+
 def test_replicas_have_settings_of_their_own():
     layer, x = build(), batch()
     with torch.no_grad():

@@ -29,14 +29,18 @@ class HasSettings:
         return ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """See `torch.nn.Module`. Raises where the value would have no effect."""
-        if self.is_built() and name in self.fixed_settings():
+        """See `torch.nn.Module`. Raises where the value would have no effect.
+
+        Not for subclasses of users, which may mean attributes of their own.
+        """
+        if type(self).__module__.startswith("transformer_engine."):
             self._refuse_change(name, value)
-        if isinstance(value, nn.Module | nn.Parameter):
             self._refuse_registered(name, value)
         super().__setattr__(name, value)
 
     def _refuse_change(self, name: str, value: Any) -> None:
+        if not self.is_built() or name not in self.fixed_settings():
+            return
         before = getattr(self, name)
         if value != before:
             raise ValueError(
@@ -45,12 +49,11 @@ class HasSettings:
             )
 
     def _refuse_registered(self, name: str, value: object) -> None:
-        """Torch would register it in place of the setting, as subclasses of users may mean."""
-        kind = type(self)
-        ours = kind.__module__.startswith("transformer_engine.")
-        if ours and isinstance(getattr(kind, name, None), Setting):
+        """Torch would register it in place of the setting."""
+        registered = isinstance(value, nn.Module | nn.Parameter)
+        if registered and isinstance(getattr(type(self), name, None), Setting):
             raise TypeError(
-                f"[{kind.__name__}] expected {name} to be no parameter and no module, got"
+                f"[{type(self).__name__}] expected {name} to be no parameter and no module, got"
                 f" {type(value).__name__}{_in_layer_of(self)}"
             )
 
