@@ -14,6 +14,16 @@ _KINDS: dict[str, Any] = {
     "row": (te.Linear, {"parallel_mode": "row"}),
     "norm": (te.LayerNormLinear, {"parallel_mode": "column"}),
     "mlp": (te.LayerNormMLP, {"set_parallel_mode": True}),
+    "layer": (
+        te.TransformerLayer,
+        {
+            "num_attention_heads": 4,
+            "set_parallel_mode": True,
+            "output_layernorm": True,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
 }
 
 
@@ -36,7 +46,8 @@ def _step(module: Any, x: torch.Tensor, precision: str) -> list[torch.Tensor]:
 
 def _input(kind: str, sequence: bool) -> torch.Tensor:
     tokens = 32 if sequence and kind != "row" else 64
-    return torch.randn(tokens, 16 if kind == "row" else 32)
+    sizes = {"row": (16,), "layer": (2, 32)}
+    return torch.randn(tokens, *sizes.get(kind, (32,)))
 
 
 def sequence_parallelism_that_is_set(rank: int) -> None:
@@ -49,7 +60,8 @@ def sequence_parallelism_that_is_set(rank: int) -> None:
                 made = _made(kind, sequence)
                 made.load_state_dict(late.state_dict())
                 late.sequence_parallel = sequence
-                assert late.sequence_parallel is late.ranks.sequence is sequence
+                inside = late.layernorm_mlp if kind == "layer" else late
+                assert late.sequence_parallel is inside.ranks.sequence is sequence
                 x = _input(kind, sequence)
                 found, expected = _step(late, x, precision), _step(made, x, precision)
                 for a, b in zip(found, expected, strict=True):

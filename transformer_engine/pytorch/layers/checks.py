@@ -26,8 +26,7 @@ def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad:
     """Check the constructor's arguments, but for those that children check."""
     kind, name = "TransformerLayer", layer.name
     check_sizes(kind, name, hidden_size=layer.hidden_size, ffn_hidden_size=ffn_hidden_size)
-    rates = {"hidden_dropout": layer.hidden_dropout, "drop_path_rate": layer.drop_path_rate}
-    check_numbers(kind, name, **rates)
+    check_numbers(kind, name, hidden_dropout=layer.hidden_dropout)
     if layer.enc_dec_attn_mask_type is not None:
         mask_type(layer.enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
     if layer.layer_type not in ("encoder", "decoder"):
@@ -40,10 +39,10 @@ def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad:
             f"[TransformerLayer] expected attn_input_format in {{{', '.join(BATCH_DIM)}}},"
             f" got {layer.attn_input_format!r}"
         )
-    for rate, value in rates.items():
-        if not 0.0 <= value <= 1.0 or (value == 1.0 and rate == "hidden_dropout"):
-            below = "<" if rate == "hidden_dropout" else "<="
-            raise ValueError(f"[TransformerLayer] expected 0 <= {rate} {below} 1, got {value}")
+    if not 0.0 <= layer.hidden_dropout < 1.0:
+        raise ValueError(
+            f"[TransformerLayer] expected 0 <= hidden_dropout < 1, got {layer.hidden_dropout}"
+        )
     if fuses_only_wgrad:
         raise ValueError(
             "[TransformerLayer] expected fuse_qkv_params=True with fuse_wgrad_accumulation=True,"

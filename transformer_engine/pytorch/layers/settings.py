@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import mask_type
-from transformer_engine.pytorch.module.settings import HasSettings, setting
+from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.layers.drop_path import DropPath
+from transformer_engine.pytorch.module.arguments import check_numbers, in_layer
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.norms import NormModule
+from transformer_engine.pytorch.module.settings import HasSettings, flag_setting, setting
 
 
 def _checked_mask_type(layer: Any, kind: str) -> str:
@@ -13,23 +20,67 @@ def _checked_mask_type(layer: Any, kind: str) -> str:
     return kind
 
 
+def _checked_rate(layer: Any, rate: float) -> float:
+    name = getattr(layer, "name", None)
+    check_numbers("TransformerLayer", name, drop_path_rate=rate)
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(
+            f"[TransformerLayer] expected 0 <= drop_path_rate <= 1, got {rate}{in_layer(name)}"
+        )
+    return rate
+
+
+def _set_mask_type(layer: Any, kind: str) -> None:
+    if isinstance(layer.self_attention, MultiheadAttention):
+        layer.self_attention.core_attention.attn_mask_type = kind
+
+
+def _set_rate(layer: Any, rate: float) -> None:
+    if isinstance(layer.drop_path, DropPath):
+        layer.drop_path.drop_prob = rate
+
+
+def _set_sequence_parallel(layer: Any, on: bool) -> None:
+    for block in layer.children():
+        for part in block.modules():
+            if isinstance(part, TransformerEngineBaseModule | DotProductAttention):
+                part.sequence_parallel = on
+        if isinstance(block, NormModule):
+            block._parameter_set.mark(block, "sequence_parallel", on)
+
+
+_SET_BLOCKS: dict[str, Callable[[Any, Any], None]] = {
+    "drop_path_rate": _set_rate,
+    "self_attn_mask_type": _set_mask_type,
+    "sequence_parallel": _set_sequence_parallel,
+}
+
+
 class LayerSettings(HasSettings):
-    """Base of TransformerLayer.
+    """Base of TransformerLayer. Blocks of users, which are other modules, do not see its settings.
 
     Attributes:
+        drop_path_rate: probability of leaving out a sample's attention or MLP block in training.
         self_attn_mask_type: of self-attention, for calls that name none.
+        sequence_parallel: each rank has a part of the tokens, see `TransformerLayer`.
     """
 
-    self_attention: Any
+    drop_path_rate: float = setting(_checked_rate)
     self_attn_mask_type: str = setting(_checked_mask_type)
+    sequence_parallel: bool = flag_setting()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """See `HasSettings`. Blocks get what concerns them."""
+        super().__setattr__(name, value)
+        if name in _SET_BLOCKS and self.is_built():
+            _SET_BLOCKS[name](self, getattr(self, name))
 
     def is_built(self) -> bool:
         """Whether there are all blocks."""
         return "layernorm_mlp" in self.__dict__.get("_modules", ())
 
     def rebuild_chain(self) -> None:
-        """Give self-attention the type of its mask."""
-        self.self_attention.core_attention.attn_mask_type = self.self_attn_mask_type
+        """Blocks have chains of their own."""
 
     def fixed_settings(self) -> tuple[str, ...]:
         """See `HasSettings`; blocks are built for them."""
