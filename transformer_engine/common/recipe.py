@@ -144,19 +144,33 @@ def _tolerant(recipe: T) -> T:
 
 
 def _explain_frozen(recipe: type) -> None:
-    """Let errors of assignments say what to write instead."""
-    refusing: Any = recipe.__setattr__
+    """Let errors of assignments and deletions say what to write instead."""
+    setting: Any = recipe.__setattr__
+    deleting: Any = recipe.__delattr__
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         try:
-            refusing(self, name, value)
+            setting(self, name, value)
         except FrozenInstanceError:
-            raise FrozenInstanceError(
-                f"[{type(self).__name__}] expected recipes to stay as they are, got an assignment"
-                f" of {name}; use recipe = dataclasses.replace(recipe, {name}={value!r})"
-            ) from None
+            known = [one.name for one in fields(self) if one.init]
+            instead = f"the fields of {type(self).__name__} are {', '.join(known)}"
+            if name in known:
+                instead = f"use recipe = dataclasses.replace(recipe, {name}={value!r})"
+            raise _frozen(self, f"an assignment of {name}; {instead}") from None
+
+    def __delattr__(self: Any, name: str) -> None:
+        try:
+            deleting(self, name)
+        except FrozenInstanceError:
+            raise _frozen(self, f"a deletion of {name}") from None
 
     recipe.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
+    recipe.__delattr__ = __delattr__  # type: ignore[method-assign, assignment]
+
+
+def _frozen(recipe: Any, got: str) -> FrozenInstanceError:
+    kind = type(recipe).__name__
+    return FrozenInstanceError(f"[{kind}] expected recipes to stay as they are, got {got}")
 
 
 @dataclass(frozen=True)

@@ -256,5 +256,10 @@ def test_assignments_say_what_to_write_instead(kind):
     words = rf"\[{kind.__name__}\] .* dataclasses.replace\(recipe, fp8_dpa=True\)"
     with pytest.raises(FrozenInstanceError, match=words):
         recipe.fp8_dpa = True
+    words = rf"\[{kind.__name__}\] .* of fp8_dpaa; the fields of {kind.__name__} are .*fp8_dpa, "
+    with pytest.raises(FrozenInstanceError, match=words):
+        recipe.fp8_dpaa = True
+    with pytest.raises(FrozenInstanceError, match=rf"\[{kind.__name__}\] .* deletion of fp8_dpa$"):
+        del recipe.fp8_dpa
     assert recipe == kind() and hash(recipe) == hash(kind())
     assert pickle.loads(pickle.dumps(recipe)) == copy.deepcopy(recipe) == recipe
