@@ -85,3 +85,19 @@ def test_refusals():
         get_batch_on_this_cp_rank(ends, ids, ids, ids, qvk_format="bshd")
     with pytest.raises(TypeError, match="labels_padded"):
         get_batch_on_this_cp_rank(ends, ids, None, ids)
+    for call in (
+        lambda ends: pad_thd_sequences_for_cp(ids, ids, ends, 4),
+        lambda ends: generate_positional_ids_for_cp(ends, 4),
+        lambda ends: get_batch_on_this_cp_rank(ends, ids, ids, ids),
+    ):
+        with pytest.raises(
+            TypeError, match=r"expected cu_seqlens.* of int32 or int64, got .*float"
+        ):
+            call(ends.float())
+        with pytest.raises(ValueError, match=r"cu_seqlens.* of shape \(batch \+ 1,\), got \(\)"):
+            call(ends[0])
+    one = torch.tensor(1)
+    with pytest.raises(ValueError, match=r"input_ids of shape \(1,\) or \(1, 1\), .* got \(\)"):
+        pad_thd_sequences_for_cp(one, one, torch.tensor([0, 1]), 4)
+    with pytest.raises(ValueError, match=r"labels_padded of shape .*, got \(\)"):
+        get_batch_on_this_cp_rank(ends_of([16], torch.int32), ids, one, ids)

@@ -35,7 +35,8 @@ def pad_thd_sequences_for_cp(
 
     Raises:
         ValueError: ids or labels of another number of tokens than `cu_seqlens`; a factor below 1.
-        TypeError: arguments that are no tensors, or a factor that is no int.
+        TypeError: arguments that are no tensors, a factor that is no int, or `cu_seqlens` of
+            another dtype.
 
     Example:
         >>> ids, ends = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
@@ -51,7 +52,7 @@ def pad_thd_sequences_for_cp(
     padded = []
     pads = {"input_ids": (input_ids, padding_token_id), "labels": (labels, padding_label_id)}
     for name, (x, pad) in pads.items():
-        if x.numel() != tokens or x.shape[-1] != tokens:
+        if x.shape not in ((tokens,), (1, tokens)):
             raise ValueError(
                 f"[{op}] expected {name} of shape ({tokens},) or (1, {tokens}), the tokens of"
                 f" cu_seqlens, got {tuple(x.shape)}"
@@ -109,7 +110,7 @@ def get_batch_on_this_cp_rank(
 
     Raises:
         ValueError: another format; sequences that cannot be cut, or of other tokens.
-        TypeError: no tensors, or no group.
+        TypeError: no tensors, `cu_seqlens_padded` of another dtype, or no group.
     """
     op = "get_batch_on_this_cp_rank"
     if qvk_format != "thd":
@@ -117,21 +118,35 @@ def get_batch_on_this_cp_rank(
     if cp_group is None and dist.is_available() and dist.is_initialized():
         cp_group = dist.group.WORLD
 
-    def own_part(x: torch.Tensor) -> torch.Tensor:
+    def own_part(name: str, x: torch.Tensor) -> torch.Tensor:
+        check_tensors(op, **{name: x})
+        if x.ndim == 0:
+            raise ValueError(f"[{op}] expected {name} of shape (tokens,) or (1, tokens), got ()")
         if x.ndim == 2 and x.shape[0] == 1:
-            return own_part(x[0])[None]
+            return own_part(name, x[0])[None]
         return shard_sequence(x, cp_group, cu_seqlens=cu_seqlens_padded)
 
-    values = (input_ids_padded, labels_padded, position_ids_padded)
-    check_tensors(op, input_ids_padded=values[0], labels_padded=values[1])
-    check_tensors(op, position_ids_padded=values[2])
-    ids, labels, positions = map(own_part, values)
-    return ids, labels, positions
+    _check_ends(op, "cu_seqlens_padded", cu_seqlens_padded)
+    return (
+        own_part("input_ids_padded", input_ids_padded),
+        own_part("labels_padded", labels_padded),
+        own_part("position_ids_padded", position_ids_padded),
+    )
 
 
 def _padded_ends(op: str, cu_seqlens: torch.Tensor, factor: int) -> torch.Tensor:
-    check_tensors(op, cu_seqlens=cu_seqlens)
     check_sizes(op, None, divisibility_factor=factor)
+    _check_ends(op, "cu_seqlens", cu_seqlens)
     check_rise(op, "cu_seqlens", cu_seqlens)
     padded = (cu_seqlens.diff() + (factor - 1)) // factor * factor
     return torch.cat((cu_seqlens[:1], padded.cumsum(0, dtype=cu_seqlens.dtype)))
+
+
+def _check_ends(op: str, parameter: str, ends: torch.Tensor) -> None:
+    check_tensors(op, **{parameter: ends})
+    if ends.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"[{op}] expected {parameter} of int32 or int64, got {ends.dtype}")
+    if ends.ndim != 1:
+        raise ValueError(
+            f"[{op}] expected {parameter} of shape (batch + 1,), got {tuple(ends.shape)}"
+        )
