@@ -36,6 +36,10 @@ class HasSettings:
         if type(self).__module__.startswith("transformer_engine."):
             self._refuse_change(name, value)
             self._refuse_registered(name, value)
+        elif isinstance(value, nn.Module | nn.Parameter):  # which torch registers
+            one = getattr(type(self), name, None)
+            if isinstance(one, Setting):
+                self.__dict__.pop(one.key, None)
         super().__setattr__(name, value)
 
     def _refuse_change(self, name: str, value: Any) -> None:
@@ -94,44 +98,47 @@ def _in_layer_of(module: Any) -> str:
 
 
 class Setting:
-    """The module has the value in its dict, as any other attribute."""
+    """The module has the value in its dict.
+
+    Not by the name of the attribute: torch 2.11 would trace a read of that without an end.
+    """
 
     def __init__(self, checked: Callable[[Any, Any], Any] | None, flag: bool) -> None:
         self._checked, self._flag = checked, flag
-        self._name = ""
+        self._name = self.key = ""
 
     def __set_name__(self, owner: type[nn.Module], name: str) -> None:
-        self._name = name
+        self._name, self.key = name, f"_setting_{name}"
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self
         try:
-            return module.__dict__[self._name]
+            return module.__dict__[self.key]
         except KeyError:  # torch then looks among parameters and modules
             raise AttributeError(self._name) from None
 
     def __delete__(self, module: Any) -> None:
-        del module.__dict__[self._name]
+        del module.__dict__[self.key]
 
     def __set__(self, module: Any, value: Any) -> None:
-        own, name = module.__dict__, self._name
+        own, key = module.__dict__, self.key
         if self._flag:
             value = self._as_bool(module, value)
         if self._checked is not None:
             value = self._checked(module, value)
-        before = own.get(name, self)
+        before = own.get(key, self)
         if value == before:
             return
-        own[name] = value
+        own[key] = value
         if not module.is_built():
             return
         try:
             module.rebuild_chain()
         except Exception:  # no chain can be built
-            own[name] = before
+            own[key] = before
             if before is self:
-                del own[name]
+                del own[key]
             raise
 
     def _as_bool(self, module: Any, value: Any) -> bool:

@@ -9,10 +9,9 @@ import torch
 
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.parameters import default_device
-from transformer_engine.pytorch.module.settings import HasSettings, setting
 
 
-class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
+class RotaryPositionEmbedding(torch.nn.Module):
     """The angle of each position and element.
 
     The frequencies are the buffer `inv_freq`, fp32 `[dim / 2]`, which may be replaced, by the
@@ -40,8 +39,8 @@ class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
     """
 
     inv_freq: torch.Tensor
-    dim: int = setting()
-    rotary_base: float = setting()
+    dim: int
+    rotary_base: float
 
     def __init__(
         self,
@@ -74,13 +73,12 @@ class RotaryPositionEmbedding(HasSettings, torch.nn.Module):
         frequencies = self._frequencies(default_device(None))
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
-    def is_built(self) -> bool:
-        """Whether there are frequencies."""
-        return hasattr(self, "inv_freq")
-
-    def rebuild_chain(self) -> None:
-        """Compute the frequencies for another setting."""
-        self.inv_freq = self._frequencies(self.inv_freq.device)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """See `torch.nn.Module`. Other frequencies come with another `dim` or `rotary_base`."""
+        changes = name in ("dim", "rotary_base") and value != self.__dict__.get(name, value)
+        super().__setattr__(name, value)
+        if changes:
+            self.inv_freq = self._frequencies(self.inv_freq.device)
 
     def reset_parameters(self) -> None:
         """Compute frequencies that are on meta, on the device of new modules; others stay."""
