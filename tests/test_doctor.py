@@ -184,14 +184,21 @@ def test_no_attention_backend_left(monkeypatch):
 def test_surroundings(monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_TORCH_COMPILE", "1")
-    monkeypatch.setattr(
-        doctor, "_distribution", lambda name: "2.9.0" if name == doctor.RIVALS[0] else ""
-    )
+    rivals = {
+        "transformer_engine": ["transformer_engine_cu13", "transformer_engine"],
+        "nvdlfw_inspect": ["transformer-engine", "nvdlfw-inspect"],
+    }
+    monkeypatch.setattr(doctor, "_distribution", lambda name: "2.9.0")
+    monkeypatch.setattr(doctor.importlib.metadata, "packages_distributions", lambda: rivals)
     found = by_name(doctor.surroundings(doctor.Machine()))
     assert (found["NVTE_FUSED_ATTN"].status, found["NVTE_FUSED_ATTN"].value) == ("ok", "0")
     assert found["NVTE_TORCH_COMPILE"].value == "1 (nothing here reads it)"
-    assert found[doctor.RIVALS[0]].status == doctor.MISSING
-    assert doctor.RIVALS[0] in found[doctor.RIVALS[0]].fix
+    missing = {name: one.fix for name, one in found.items() if one.status == doctor.MISSING}
+    assert list(missing) == [
+        "transformer_engine_cu13: transformer_engine",
+        "nvdlfw-inspect: nvdlfw_inspect",
+    ]
+    assert "uninstall nvdlfw-inspect, then" in missing["nvdlfw-inspect: nvdlfw_inspect"]
 
 
 def test_names_that_programs_look_for(monkeypatch):

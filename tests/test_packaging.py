@@ -53,7 +53,10 @@ def metadata_files() -> list[metadata.PackagePath]:
 def test_metadata_wheel_has_the_version_of_the_package() -> None:
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
     text = (ROOT / "packaging/nvdlfw-inspect/pyproject.toml").read_text()
-    assert tomllib.loads(text)["project"]["version"] == nvdlfw_inspect.__version__
+    project = tomllib.loads(text)["project"]
+    assert project["version"] == nvdlfw_inspect.__version__
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert project["dependencies"] == [f"transformer-engine=={own}"]
     assert Version(nvdlfw_inspect.__version__) >= Version("0.2.2")
 
 

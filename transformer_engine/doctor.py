@@ -29,8 +29,7 @@ NAMES = {
     "transformer-engine": "`pip install .` in the sources",
     "nvdlfw-inspect": "`pip install ./packaging/nvdlfw-inspect` in the sources",
 }
-# Distributions of other projects that install a package of one of our names.
-RIVALS = ("transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
+PACKAGES = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect")
 TORCH_FOR_GPUS = "install torch for CUDA: see https://pytorch.org/get-started/locally"
 
 
@@ -310,12 +309,14 @@ def surroundings(machine: Machine) -> Iterator[Finding]:
         if not found:
             value = f"no distribution of this name; programs that look for it need {way}"
         yield Finding("surroundings", name, OK if found else ABSENT, value)
-    for name in RIVALS:
-        version = _distribution(name)
-        if version:
-            value = f"{version} installs a package transformer_engine too: one overwrites the other"
-            fix = f"python -m pip uninstall {name}, then install this one again"
-            yield Finding("surroundings", name, MISSING, value, fix=fix)
+    owners = importlib.metadata.packages_distributions()
+    for package in PACKAGES:
+        for name in sorted({*owners.get(package, ())}):
+            if name.replace("_", "-") != "transformer-engine":
+                value = f"{_distribution(name)} installs a package {package} too:"
+                value += " one overwrites the other"
+                fix = f"python -m pip uninstall {name}, then install this one again"
+                yield Finding("surroundings", f"{name}: {package}", MISSING, value, fix=fix)
 
 
 PROBES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (

@@ -33,7 +33,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-Settings = Mapping[str, Any] | None
+Settings = Any  # a mapping or None; pip tells old Pythons of their version only after this
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
