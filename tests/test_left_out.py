@@ -31,6 +31,19 @@ def test_the_record_agrees_with_the_module():
     assert ("CUDA" in parts) is not _C.built_with_cuda()
 
 
+@pytest.mark.parametrize(("facts", "option"), [({}, ""), ({"editable": True}, "-e ")])
+def test_commands_install_as_before(monkeypatch, tmp_path, facts, option):
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "pyproject.toml").touch()
+    record = json.dumps({"url": folder.as_uri(), "dir_info": facts})
+    found = SimpleNamespace(read_text=lambda name: record if name == "direct_url.json" else None)
+    monkeypatch.setattr(_build, "distribution", lambda name: found)
+    monkeypatch.setattr(_C, "left_out", lambda: [LACKS["cuda"]])
+    (lack,) = _build.left_out()
+    assert lack.command == f"{INSTALL.removesuffix('.')}{option}'{folder}'"
+
+
 def test_import_warns_where_a_gpu_is_visible(lack):
     with pytest.warns(UserWarning) as told:
         _build.warn_of_left_out(lambda: 1)

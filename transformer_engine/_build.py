@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 
@@ -37,20 +37,26 @@ def _in_sources(command: str) -> str:
     """A command that ends in " ." with the folder of the sources, where pip has recorded it."""
     folder = source_folder()
     if folder and command.endswith(" ."):
-        return f"{command.removesuffix('.')}{shlex.quote(folder)}"
+        option = "-e " if _recorded().get("dir_info", {}).get("editable") else ""
+        return f"{command.removesuffix('.')}{option}{shlex.quote(folder)}"
     return f"in the sources: {command}"
 
 
 def source_folder() -> str:
     """Where `pip install <folder>` took this package from, if it is still there; else ""."""
-    try:
-        recorded = distribution("transformer-engine").read_text("direct_url.json")
-    except PackageNotFoundError:
-        return ""
-    url = urlsplit(json.loads(recorded)["url"]) if recorded else urlsplit("")
+    url = urlsplit(_recorded().get("url", ""))
     folder = Path(unquote(url.path))
     there = url.scheme == "file" and (folder / "pyproject.toml").is_file()
     return str(folder) if there else ""
+
+
+def _recorded() -> dict[str, Any]:
+    """What pip has recorded of the source of this package."""
+    try:
+        recorded = distribution("transformer-engine").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return {}
+    return json.loads(recorded) if recorded else {}
 
 
 def warn_of_left_out(gpus: Callable[[], int]) -> None:
