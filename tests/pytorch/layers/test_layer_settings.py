@@ -5,6 +5,8 @@ import torch
 from fused_layers import batch, build
 from torch import nn
 
+import transformer_engine.pytorch as te
+
 
 def test_rate_of_dropped_paths():
     layer, x = build(), batch()
@@ -58,3 +60,28 @@ def test_settings_leave_what_was_set_in_blocks():
     layer.self_attention.core_attention.attn_mask_type = "no_mask"
     layer.drop_path_rate = 0.5
     assert layer.self_attention.core_attention.attn_mask_type == "no_mask"
+
+
+class Plain(te.TransformerLayer):
+    pass
+
+
+class Own(te.TransformerLayer):
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.layer_type = "sandwich"  # an attribute of its own
+
+
+def test_subclasses_without_a_constructor_are_refused_what_ours_are():
+    sizes = (32, 64, 4)
+    with pytest.raises(ValueError, match="expected layer_type='encoder' to stay"):
+        Plain(*sizes, device="cpu").layer_type = "decoder"
+    assert Own(*sizes, device="cpu").layer_type == "sandwich"
+
+
+def test_layers_inside_of_blocks_of_users_stay():
+    layer = build()
+    own = te.Linear(32, 32, parallel_mode="column", tp_size=2, device="cpu")
+    layer.layernorm_mlp = nn.Sequential(own)
+    layer.sequence_parallel = True
+    assert not own.sequence_parallel

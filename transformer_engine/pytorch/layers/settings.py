@@ -11,6 +11,7 @@ from transformer_engine.pytorch.attention.multi_head_attention import MultiheadA
 from transformer_engine.pytorch.layers.drop_path import DropPath
 from transformer_engine.pytorch.module.arguments import check_numbers, in_layer
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.norms import NormModule
 from transformer_engine.pytorch.module.settings import HasSettings, flag_setting, setting
 
@@ -42,7 +43,8 @@ def _set_rate(layer: Any, rate: float) -> None:
 
 def _set_sequence_parallel(layer: Any, on: bool) -> None:
     for block in layer.children():
-        for part in block.modules():
+        ours = isinstance(block, MultiheadAttention | LayerNormMLP)
+        for part in block.modules() if ours else ():
             if isinstance(part, TransformerEngineBaseModule | DotProductAttention):
                 part.sequence_parallel = on
         if isinstance(block, NormModule):

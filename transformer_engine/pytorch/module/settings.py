@@ -31,10 +31,11 @@ class HasSettings:
     def __setattr__(self, name: str, value: Any) -> None:
         """See `torch.nn.Module`. Raises where the value would have no effect.
 
-        Not for subclasses of users, which may mean attributes of their own.
+        Not for subclasses with a constructor of their own, which may mean attributes of their own.
         """
-        if type(self).__module__.startswith("transformer_engine."):
+        if type(self).__init__.__module__.startswith("transformer_engine."):
             self._refuse_change(name, value)
+        if type(self).__module__.startswith("transformer_engine."):
             self._refuse_registered(name, value)
         elif isinstance(value, nn.Module | nn.Parameter):  # which torch registers
             one = getattr(type(self), name, None)
