@@ -89,3 +89,14 @@ def test_frequencies_of_another_size():
     module.inv_freq = torch.ones(3)
     with pytest.raises(ValueError, match=r"expected inv_freq of shape \(4,\), got \(3,\)"):
         module(4)
+
+
+def test_refused_settings_change_nothing():
+    module = RotaryPositionEmbedding(8)
+    expected = module(4)
+    for wrong, error in ((-2, ValueError), (5, ValueError), ("a", TypeError)):
+        with pytest.raises(error):
+            module.dim = wrong
+    with pytest.raises(TypeError):
+        module.rotary_base = "x"
+    assert torch.equal(module(4), expected)

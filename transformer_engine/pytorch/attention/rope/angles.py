@@ -61,11 +61,6 @@ class RotaryPositionEmbedding(torch.nn.Module):
                 f" seq_len_interpolation_factor > 0 or None, got {rotary_percent} and {factor}"
             )
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(
-                f"[RotaryPositionEmbedding] expected an even number of elements to rotate,"
-                f" got {self.dim} of dim={dim}"
-            )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
@@ -75,10 +70,15 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """See `torch.nn.Module`. Other frequencies come with another `dim` or `rotary_base`."""
-        changes = name in ("dim", "rotary_base") and value != self.__dict__.get(name, value)
+        before = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if changes:
-            self.inv_freq = self._frequencies(self.inv_freq.device)
+        is_built = "inv_freq" in self.__dict__.get("_buffers", ())
+        if is_built and name in ("dim", "rotary_base") and value != before:
+            try:
+                self.inv_freq = self._frequencies(self.inv_freq.device)
+            except Exception:
+                self.__dict__[name] = before
+                raise
 
     def reset_parameters(self) -> None:
         """Compute frequencies that are on meta, on the device of new modules; others stay."""
@@ -86,6 +86,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
             self.inv_freq = self._frequencies(default_device(None))
 
     def _frequencies(self, device: torch.device) -> torch.Tensor:
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(
+                "[RotaryPositionEmbedding] expected an even number of elements to rotate, got"
+                f" {self.dim}"
+            )
         step = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
         return 1.0 / (self.rotary_base ** (step / self.dim))
 
