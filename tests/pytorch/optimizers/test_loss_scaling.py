@@ -213,7 +213,8 @@ def test_what_is_refused(device):
     with pytest.raises(NotImplementedError, match=r"^\[FusedAdam\] expected closure=None with"):
         FusedAdam([own]).step(lambda: None, scaler_on(device))
     with pytest.raises(NotImplementedError, match=r"^\[FusedAdam\] expected gradients in param"):
-        scaler_on(device).step(FusedAdam([own], use_decoupled_grad=True))
+        scaler_on(device).step(optimizer := FusedAdam([own], use_decoupled_grad=True))
+    optimizer.step()  # without the scaler
 
 
 def test_the_kernel_raises_amaxes_of_what_it_leaves(device):

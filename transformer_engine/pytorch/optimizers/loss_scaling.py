@@ -79,6 +79,8 @@ def scaling_of(
     """
     scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if found_inf is not None and optimizer.use_decoupled_grad:
+        for name in ("grad_scale", "found_inf"):  # the scaler would not come to it
+            vars(optimizer).pop(name, None)
         raise NotImplementedError(
             "[FusedAdam] expected gradients in parameter.grad with a GradScaler, which looks for"
             " inf there, got use_decoupled_grad=True"
