@@ -1,5 +1,5 @@
-// Activation backward by the tile map: dx, its codes both ways, either scaling, the bias gradient,
-// and the result of forward once more, in one pass over dy and x.
+// Activation backward by the tile map, in one pass over dy and x: dx, its FP8 codes row-wise and
+// transposed, its amax or current scale, the bias gradient, and the result of the forward again.
 #include "cuda/column_sum.h"
 #include "cuda/device/tile_map_launch.cuh"
 #include "ops/activation.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kOp = "activation_backward";
 
-// In: dy, x or dy, x1, x2. Out: dx or dx1, dx2.
+// Inputs: dy, x, or if gated dy, x1, x2. Outputs: dx, or if gated dx1, dx2.
 template <class Unit, class Factor, bool kWithAgain>
 struct Backward {
   static constexpr bool kGated = Factor::kGated;
@@ -31,7 +31,7 @@ struct Backward {
     }
   }
 
-  // As forward computes it, bit for bit.
+  // The result of the forward, computed in the same way, so that it is equal bit for bit.
   __device__ __forceinline__ float again(const float (&in)[kInputs]) const {
     float y = unit.value(in[1]);
     if constexpr (kGated) y *= factor.value(in[2]);

@@ -1,4 +1,5 @@
-// Activation forward by the tile map: y, its codes both ways, and either scaling, in one pass.
+// Activation forward by the tile map, in one pass: y, its FP8 codes row-wise and transposed, and
+// its amax or current scale.
 #include "cuda/device/tile_map_launch.cuh"
 #include "ops/activation.h"
 

@@ -1,4 +1,5 @@
-// Adam for many tensors in few launches.
+// Adam for many tensors in few launches. A launch takes up to 48 tensors; each of its blocks
+// updates 4096 elements of one tensor, in one pass over parameter, gradient and both moments.
 #include "core/adam.h"
 
 #include "cuda/device/dependent_launch.cuh"
@@ -11,7 +12,7 @@ namespace te::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 4;  // of an access: 16 bytes of fp32
+constexpr int kElements = 4;  // elements of an access: 16 bytes of fp32
 constexpr int kRounds = 4;    // accesses of a thread
 constexpr int64_t kBlock = int64_t{kThreads} * kElements * kRounds;  // elements of a block
 
@@ -30,7 +31,7 @@ struct Batch {
 };
 static_assert(sizeof(Batch) <= 4096);
 
-// Returns the largest magnitude of the parameters.
+// Updates V elements. Returns the largest magnitude of their new parameters.
 template <class G, class W, int V>
 __device__ __forceinline__ float step_values(const Pointers& t, const AdamStep& step, int64_t at) {
   float parameter[V], mean[V], square[V], gradient[V], largest = 0.0f;

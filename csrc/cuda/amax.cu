@@ -1,5 +1,6 @@
-// One pass over each tensor by blocks that fill the chip once; the last of its blocks to finish
-// writes the scale. The lines stay in L2 for the cast that follows.
+// The amaxes of many tensors, and the scales that follow from them, in few launches. Each tensor is
+// read once, by blocks that fill the GPU at most once; the last block of a tensor to finish writes
+// its scale. The lines that were read stay in L2 for the cast that follows.
 #include "ops/amax.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@ constexpr int kInFlight = 4;  // octets that a thread loads before it uses the f
 struct Values {
   const void* x;
   int64_t count;
-  int64_t octets;  // that are read whole; 0 where memory is not aligned for it
+  int64_t octets;  // octets that are read whole; 0 if memory is not aligned for it
   unsigned blocks;
   CurrentScaleSink sink;
 };

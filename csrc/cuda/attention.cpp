@@ -1,4 +1,5 @@
-// Attention on CUDA: a graph from the cache, launched. attention_graph.cpp says what a graph is.
+// Attention on CUDA: finds the graph of a call in a cache, or builds it, and runs it.
+// attention_graph.h says what a graph is.
 #include "ops/attention.h"
 
 #include <mutex>
@@ -21,7 +22,8 @@ bool is_captured(Stream stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// All graphs of the process. The lock is held while one is built or launched: they share a handle.
+// All graphs of the process. The lock is held while a graph is built or launched, because all
+// graphs of a device share a handle.
 class Plans {
  public:
   // Calls `use(plan)` under the lock.
@@ -36,7 +38,7 @@ class Plans {
     return use(found->second);
   }
 
-  // The graph, built; under the lock of `with`.
+  // Returns the graph of a plan, built if it was not yet. To be called under the lock of `with`.
   AttentionGraph& built(const AttentionPlan& plan, Stream stream) {
     require(plan.graph != nullptr, Kind::Unsupported, kOp, plan.refusal);
     if (!plan.graph->built()) {
@@ -55,19 +57,19 @@ class Plans {
   }
 
  private:
-  static constexpr size_t kMost = 4096;  // a model whose sizes never repeat must not eat memory
+  static constexpr size_t kMost = 4096;  // bounds the memory of a model whose sizes never repeat
   mutable std::mutex mutex_;
   std::unordered_map<AttentionKey, AttentionPlan, AttentionKeyHash> plans_;
   int64_t built_ = 0;
 };
 
 Plans& plans() {
-  static auto* plans = new Plans;  // never destroyed: the library may be gone before it
+  static auto* plans = new Plans;  // never destroyed: cuDNN may be unloaded before it
   return *plans;
 }
 
-// How the workspace begins: lengths and offsets of sequences, if there are any. The graph's own
-// part follows.
+// The first part of the workspace: offsets and lengths of sequences, if there are any. The
+// workspace of the graph follows.
 class Layout {
  public:
   explicit Layout(const AttentionKey& key) : key_(key) {}
@@ -80,7 +82,7 @@ class Layout {
     return (offsets + lengths + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  // Fills them in, and gives the graph their addresses.
+  // Writes them, and sets their addresses in `pointers`.
   void write(const AttentionArgs& args, AttentionPointers& pointers, void* workspace,
              cudaStream_t stream) const;
 

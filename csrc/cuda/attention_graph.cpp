@@ -10,7 +10,7 @@
 #include "cuda/dynlib.h"
 #include "cuda/launch.h"
 
-void* cudnn_frontend::cudnn_dlhandle = nullptr;  // the headers find every function through it
+void* cudnn_frontend::cudnn_dlhandle = nullptr;  // cudnn-frontend looks functions up in it
 
 namespace te::cuda {
 namespace {
@@ -19,7 +19,7 @@ namespace fe = cudnn_frontend;
 using Slot = AttentionSlot;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
-static_assert(CUDNN_FRONTEND_VERSION >= 13200);  // packaging/backend/cuda_toolkit.py has looked
+static_assert(CUDNN_FRONTEND_VERSION >= 13200);  // packaging/backend/cuda_toolkit.py has checked
 
 constexpr const char* kOp = "attention";
 
@@ -41,7 +41,7 @@ void check(cudnnStatus_t status, const char* call) {
     fail_in(call, concat("status ", static_cast<int>(status)));
 }
 
-// The handle of the current device, made once.
+// The cuDNN handle of `device`, which must be current; created once.
 cudnnHandle_t handle_of(int64_t device) {
   constexpr size_t kMaxDevices = 64;
   static std::mutex mutex;
@@ -106,10 +106,10 @@ class Builder {
   // For the backward: the result, its gradient and the statistics.
   std::array<Tensor, 3> outputs_again();
   void describe_input_gradients(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v);
-  // Name, scale and mask: options that all directions spell alike.
+  // Sets name, scale and mask: the options that all kinds of attributes have.
   template <class Attributes>
   void set_mask(Attributes& attributes);
-  // The others of 16 bit.
+  // Sets those and the other options, which only attention in 16 bits has.
   template <class Attributes>
   void set_options(Attributes& attributes);
 
@@ -131,7 +131,7 @@ Tensor Builder::offsets(Slot slot) {
 
 void Builder::describe(const Tensor& tensor, Slot slot, const Sizes& sizes,
                        const AttentionStrides& strides, Slot offsets_slot) {
-  // The batch stride of a packed tensor is not used, but must look like that of a tensor.
+  // cuDNN does not use the batch stride of a packed tensor, but it must be a plausible one.
   const int64_t batch = key_.packed ? strides.token * sizes.tokens : strides.batch;
   tensor->set_uid(uid_of(slot))
       .set_dim({sizes.batch, sizes.heads, sizes.tokens, sizes.size})
@@ -305,7 +305,7 @@ std::string refusal(const std::string& message) {
   return concat("cuDNN ", fe::detail::get_backend_version(), " refuses: ", message);
 }
 
-// What a release of cuDNN gets wrong though it takes it; empty where nothing is known.
+// A known error of this release of cuDNN in a problem that it accepts; empty if none is known.
 std::string known_error(const AttentionKey& key, size_t version) {
   if (version == 91000 || version == 91001) return "this release computes attention wrongly";
   const bool causal = key.right == 0 && !key.bottom_right && !key.padded;
@@ -348,7 +348,7 @@ class CudnnAttention final : public AttentionGraph {
  private:
   fe::graph::Graph graph_;
   cudnnHandle_t handle_;
-  bool clears_;                // the workspace, before each run
+  bool clears_;                // whether the workspace is zeroed before each run
   std::vector<size_t> slots_;  // in the order of the uids that the graph takes
   int64_t bytes_ = -1;
 };
@@ -370,7 +370,7 @@ AttentionPlan plan(const AttentionKey& key) {
   if (status.is_good()) status = graph.create_execution_plans({fe::HeurMode_t::A});
   if (status.is_good()) status = graph.check_support();
   if (status.is_bad()) return {nullptr, refusal(status.get_message())};
-  // Before 9.18 the backward of sequences on Hopper adds to what its workspace holds.
+  // Before 9.18, the backward of packed sequences on Hopper adds to what its workspace contains.
   const bool clears = key.backward && key.packed && version < 91800;
   return {std::make_unique<CudnnAttention>(std::move(graph), handle, clears), ""};
 }
@@ -382,7 +382,7 @@ AttentionPlan plan_attention(const AttentionKey& key) {
     return plan(key);
   } catch (const Error& error) {  // the library cannot be opened
     return {nullptr, error.what()};
-  } catch (const std::exception& error) {  // the headers throw some of what they find
+  } catch (const std::exception& error) {  // cudnn-frontend throws some of its errors
     return {nullptr, refusal(error.what())};
   }
 }

@@ -7,7 +7,7 @@
 namespace te::cuda {
 namespace {
 
-// At most a quarter above n: four steps from one power of two to the next.
+// Rounds n up, by a quarter at most: there are four steps from one power of two to the next.
 int64_t round_up(int64_t n, int64_t least) {
   n = std::max(n, least);
   const int64_t step =
@@ -15,7 +15,8 @@ int64_t round_up(int64_t n, int64_t least) {
   return (n + step - 1) / step * step;
 }
 
-// The stride of an axis of one element says nothing; it becomes one that every kernel can take.
+// The stride of an axis of one element is arbitrary, so it is replaced by one that every kernel
+// accepts.
 int64_t stride_of(const TensorView& t, int axis) {
   return t.size(axis) == 1 ? t.size(-1) : t.stride(axis);
 }
@@ -28,9 +29,11 @@ AttentionStrides strides_of(const TensorView& t, AttentionFormat format) {
   return {.batch = stride_of(t, batch), .head = stride_of(t, 2), .token = stride_of(t, 1 - batch)};
 }
 
-// cuDNN for Hopper (9.19 to 9.30) takes keys in tiles of 128, and masks what is behind the last one
-// in tiles of 64. The score of that is 0, and exp(0 - log-sum-exp) overflows where all scores of a
-// query are below -88: its gradient is NaN. Lengths mask all of it, and so do causal masks.
+// Whether the backward would compute with keys that do not exist. On Hopper, cuDNN (9.19 to 9.30)
+// takes keys in tiles of 128, but masks those after the last key in tiles of 64. The unmasked ones
+// have a score of 0, and exp(0 - log-sum-exp) overflows if all scores of a query are below -88:
+// then the gradient of that query is NaN. Sequence lengths mask all of these keys, and so do causal
+// masks.
 bool misses_tail(const AttentionKey& key) {
   const bool is_masked = key.right == 0 && (key.bottom_right || key.queries <= key.keys);
   return key.keys % 128 == 64 && !key.fp8() && !is_masked;

@@ -14,13 +14,14 @@ struct AttentionStrides {
   bool operator==(const AttentionStrides&) const = default;
 };
 
-// Numbers only, all of one size: its bytes are its hash.
+// All members are 64-bit integers, without padding between them: the bytes of a key can be hashed.
 struct AttentionKey {
   int64_t device = 0, dtype = 0, backward = 0;
   int64_t grad_dtype = 0;  // of the backward
   int64_t packed = 0;      // tensors have offsets for each sequence
   int64_t padded = 0;      // cuDNN is told the length of each sequence
-  // Of thd batch, longest and tokens are rounded up, so that few graphs serve all.
+  // In the thd format, the batch, the longest lengths and the tokens are rounded up, so that few
+  // graphs serve all calls.
   int64_t batch = 0, queries = 0, keys = 0, query_tokens = 0, key_tokens = 0;
   int64_t heads = 0, groups = 0, key_size = 0, value_size = 0;
   int64_t left = -1, right = -1, bottom_right = 0;
@@ -43,7 +44,7 @@ struct AttentionKeyHash {
   size_t operator()(const AttentionKey& key) const;
 };
 
-// Pointers that a graph takes; its uid in the graph is the number plus one.
+// The pointers that a graph takes. The uid of a tensor in the graph is its number here plus one.
 enum class AttentionSlot : int {
   Query,
   Key,

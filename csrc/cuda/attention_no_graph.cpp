@@ -1,4 +1,5 @@
-// Of a build without the headers of cudnn-frontend.
+// Takes the place of attention_graph.cpp in a build without the headers of cudnn-frontend: every
+// problem is refused.
 #include "cuda/attention_graph.h"
 #include "cuda/left_out.h"
 

@@ -11,6 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
+// One thread for each sequence, and one more for the offset at which the last one ends.
 __global__ void __launch_bounds__(kThreads) offsets_kernel(AttentionOffsets p) {
   follow_previous_kernel();
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -32,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) offsets_kernel(AttentionOffsets p) {
 struct Side {
   const int32_t* ends;
   const int32_t* starts;
-  int64_t rows;    // of its tensors
-  int64_t tokens;  // of a sequence; 0 for thd
+  int64_t rows;    // rows of the side's tensors
+  int64_t tokens;  // tokens of a sequence; 0 for thd
 };
 
 // Rows are cleared in words of 16 bytes. A row is `heads` runs of `words`.
@@ -60,7 +61,7 @@ struct TokenPosition {
   int64_t sequence, token;
 };
 
-// The last sequence that begins at the row or before it; -1 where there is none.
+// The last sequence that begins at the row or before it; -1 if there is none.
 __device__ int64_t sequence_of(const int32_t* starts, int64_t batch, int64_t row) {
   int64_t first = 0, end = batch;  // the answer is in [first - 1, end)
   while (first < end) {
@@ -95,7 +96,8 @@ __device__ bool is_dead(const ClearArgs& a, bool is_key, const TokenPosition& po
   return seen.first == seen.end;
 }
 
-// One warp for each row; blockIdx.y picks the tensor. The first one's rows have the statistics.
+// One warp for each row of the tensor with number blockIdx.y. The statistics belong to the rows of
+// the first tensor.
 __global__ void __launch_bounds__(kThreads) clear_kernel(ClearArgs a) {
   follow_previous_kernel();
   const Cleared& tensor = a.tensors[blockIdx.y];

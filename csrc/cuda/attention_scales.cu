@@ -26,12 +26,12 @@ __global__ void __launch_bounds__(kThreads) pairs_kernel(const __grid_constant__
 }
 
 struct Amaxes {
-  float* amaxes[AttentionFp8::kGradAmaxes];  // null where nobody asks
+  float* amaxes[AttentionFp8::kGradAmaxes];  // null if not asked for
   const float* found;
   int count;
 };
 
-// One thread: several may be the same.
+// A single thread, because several entries may be the same amax.
 __global__ void __launch_bounds__(kThreads) raise_kernel(const __grid_constant__ Amaxes args) {
   follow_previous_kernel();
   if (threadIdx.x != 0) return;

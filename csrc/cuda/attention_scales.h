@@ -1,4 +1,4 @@
-// The scales of attention in FP8 as cuDNN reads them, and what becomes of the amaxes it finds.
+// The scales of FP8 attention in the form that cuDNN reads, and the amaxes that it writes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@ inline float* amaxes_of(const AttentionFp8& fp8, bool backward) {
 // Writes the pairs of the scales, and zeroes the amaxes of the call.
 void write_pairs(const AttentionFp8& fp8, bool backward, cudaStream_t stream);
 
-// Raises the amaxes that are there to those of the call; a NaN does not count.
+// Raises the amaxes of the arguments, if they are not absent, to those of the call. NaN is ignored.
 void raise_amaxes(const AttentionFp8& fp8, bool backward, cudaStream_t stream);
 
 }  // namespace te::cuda

@@ -1,6 +1,7 @@
-// A stream of packs, each of which takes 16 bytes of the wider dtype. A thread asks for all of its
-// packs before it uses the first; elements beyond the last whole pack, and all of memory that is
-// not aligned for packs, go one by one.
+// A cast between high-precision dtypes, with an optional factor. Threads handle packs of elements,
+// which take 16 bytes of the wider dtype, and each loads all of its packs before it uses the first.
+// Elements beyond the last whole pack are cast one by one, and so are all elements if memory is not
+// aligned for packs.
 #include "ops/cast.h"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ struct Cast {
   const In* x;
   Out* y;
   int64_t count;
-  int64_t packs;  // that are read and written whole
+  int64_t packs;  // packs that are read and written whole
   const float* factor;
 };
 

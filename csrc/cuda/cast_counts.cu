@@ -1,6 +1,6 @@
-// Codes alone say what most casts have done: an element can only have vanished where its code is a
-// zero, and only have been cut off where that is the largest one. So the pass reads codes, and
-// values of those octets that have such codes.
+// Counts underflows and overflows of an FP8 cast. Codes alone are nearly enough: an element can
+// only have become zero if its code is a zero, and only have been clipped if its code is the
+// largest one. So the kernel reads all codes, but values only of those octets that have such codes.
 #include "cuda/cast_counts.h"
 
 #include "cuda/device/cast_counts.cuh"
@@ -22,7 +22,7 @@ struct CountStream {
   RowSink<CastMoments> out;
 };
 
-// Whether each of four codes is neither a zero nor the largest: in the high bits of bytes.
+// Sets the high bit of each of four bytes whose code is neither a zero nor the largest one.
 template <class Fp8>
 __device__ __forceinline__ uint32_t are_plain(uint32_t codes) {
   const uint32_t magnitudes = codes & 0x7f7f7f7fu;
@@ -33,7 +33,7 @@ __device__ __forceinline__ bool tell_all(uint32_t first, uint32_t second) {
   return (~(are_plain<Fp8>(first) & are_plain<Fp8>(second)) & 0x80808080u) == 0;
 }
 
-// Octets of a thread's batch that have to be looked at.
+// The octets of a thread's batch whose values have to be read.
 template <class In, class Fp8>
 class OpenOctets {
  public:
@@ -43,7 +43,7 @@ class OpenOctets {
     if (!tell_all<Fp8>(codes.z, codes.w)) bits_ |= 2u << (2 * k);
   }
 
-  // Two at a time, so that loads overlap. There are none as a rule.
+  // Counts two octets at a time, so that their loads overlap. As a rule there are none.
   __device__ __forceinline__ void count(const CountStream<In, Fp8>& args,
                                         OctetCastCounts<In>& counts) {
 #pragma unroll 1
@@ -52,7 +52,7 @@ class OpenOctets {
       const auto* codes = reinterpret_cast<const uint2*>(args.codes);
       const uint2 codes_of_i = __ldg(codes + i), codes_of_j = j < 0 ? uint2{} : __ldg(codes + j);
       const Octet<In> octet_i = load_octet(args.x + 8 * i);
-      Octet<In> octet_j{};  // zeros that stay zeros count for nothing
+      Octet<In> octet_j{};  // zeros with codes of zero count as nothing
       if (j >= 0) octet_j = load_octet(args.x + 8 * j);
       counts.add(octet_i, codes_of_i);
       counts.add(octet_j, codes_of_j);
@@ -67,7 +67,7 @@ class OpenOctets {
     return 2 * (first_ + bit / 2 * CodeWalk::kThreads) + bit % 2;
   }
 
-  int64_t first_ = 0;  // pack of the batch
+  int64_t first_ = 0;  // first pack of the batch
   uint32_t bits_ = 0;  // two for each of its packs
 };
 

@@ -1,4 +1,5 @@
-// One pass over a tensor and its codes, by the same walk as moments.cu.
+// Statistics of an FP8 cast (underflows, overflows and squared error), in one pass over a tensor
+// and its codes, by the same walk as in moments.cu.
 #include "cuda/cast_counts.h"
 #include "cuda/device/cast_counts.cuh"
 #include "cuda/device/dependent_launch.cuh"
@@ -30,13 +31,14 @@ struct CastStream {
   RowSink<CastMoments> out;
 };
 
-// Of a warp.
+// The results of a warp.
 struct CastFields {
   double underflows, overflows, squared_error;
 };
 
-// What a thread gathers. Errors are taken in units of the codes, so that their squares stay within
-// fp32 for all but odd tensors; in fp64 they always do.
+// What a thread gathers. In fp32, errors are multiplied by the scale, so that their squares stay
+// within the range of fp32 for all but unusual tensors. For those `Real` is double, which needs no
+// scale.
 template <class In, class Fp8, class Real>
 struct CastErrors {
   float scale_inverse;
@@ -74,7 +76,7 @@ struct CastErrors {
     part[0] = part[1] = 0;
     counts.fold();
   }
-  // Of the warp.
+  // Returns the results of the warp.
   __device__ __forceinline__ CastFields warp_sums() const {
     constexpr unsigned kAll = 0xffffffffu;
     const double unit = std::is_same_v<Real, double> ? 1.0 : static_cast<double>(scale_inverse);
@@ -112,7 +114,8 @@ __device__ __forceinline__ CastFields gather(const CastStream<In, Fp8>& args) {
   return errors.warp_sums();
 }
 
-// Whether fp32 has held the squares of the errors.
+// Whether fp32 was enough: the squared errors have not overflowed, nor become so small that those
+// of underflows may be lost.
 __device__ __forceinline__ bool is_exact(const CastFields& found, float scale) {
   constexpr double kTooSmall = 0x1p-60;
   const double squares =

@@ -6,11 +6,12 @@
 namespace te::cuda {
 namespace {
 
-constexpr int kColumns = 32;  // of a block: 128 contiguous bytes of a part
+constexpr int kColumns = 32;  // columns of a block: 128 contiguous bytes of a part
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 
-// Of kWide columns, over the parts that this thread takes: `kSide` of them side by side.
+// The sums of kWide columns over the parts of this thread: `first` and every kSide-th part after
+// it.
 template <int kWide, int kSide>
 __device__ __forceinline__ Pack<float, kWide> sum_of_parts(const float* partials, int64_t parts,
                                                            int64_t pitch, int first) {
@@ -24,8 +25,9 @@ __device__ __forceinline__ Pack<float, kWide> sum_of_parts(const float* partials
   return sum;
 }
 
-// blockIdx.y picks the vector. Threads that own the same columns are spread over all warps; those
-// of one warp meet by shuffles, then the warps in order.
+// A block sums 32 columns of the vector blockIdx.y over all parts. The parts are divided among
+// threads that own the same columns: those of one warp add their sums by shuffles, then the sums of
+// the warps are added in order.
 template <class Out, int kWide>
 __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const float* partials, int64_t parts, int64_t pitch, int64_t cols, Out* first,

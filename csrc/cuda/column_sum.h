@@ -12,8 +12,8 @@ namespace te::cuda {
 void reduce_column_parts(const float* partials, int64_t parts, int64_t pitch, const TensorView& out,
                          cudaStream_t stream);
 
-// The same for two vectors of one size and dtype, whose parts lie behind each other: the pitch is
-// that of both.
+// The same for two vectors of one size and dtype. A part has the sums of the first vector, then
+// those of the second.
 void reduce_column_parts(const float* partials, int64_t parts, const TensorView& first,
                          const TensorView& second, cudaStream_t stream);
 

@@ -1,5 +1,6 @@
-// Cross entropy kernels. A block takes a row: the forward reads it once, with a sum that is
-// relative to the largest value so far; the backward reads and writes each element once.
+// Cross entropy kernels. A block takes a row. The forward reads it once: its sum of exponentials is
+// relative to the largest value so far, and is rescaled when a larger value comes (online softmax).
+// The backward reads and writes each element once.
 #include "ops/cross_entropy.h"
 
 #include "cuda/cross_entropy_codes.h"
@@ -13,13 +14,13 @@ namespace {
 
 constexpr int kThreads = 512;  // four blocks a multiprocessor: enough loads in flight
 constexpr int kWarps = kThreads / 32;
-constexpr int kPacks = 2;  // of a thread and a round
+constexpr int kPacks = 2;  // packs of a thread in each round
 
 // ---- Forward ------------------------------------------------------------------------------------
 
-// What is known of some values of a row.
+// Some values of a row: the largest, the sum of exponentials relative to it, the sum of values.
 struct Part {
-  float largest = minus_infinity(), total = 0.0f, spread = 0.0f;  // the spread of values themselves
+  float largest = minus_infinity(), total = 0.0f, spread = 0.0f;
 
   template <int V>
   __device__ __forceinline__ void add(const float (&values)[V]) {

@@ -1,5 +1,5 @@
-// The gradient of cross entropy by the tile map: its function depends on the row, and on where the
-// label's column is.
+// The gradient of cross entropy by the tile map, with a function that depends on the position of an
+// element: on its row, and on whether its column is the label.
 #include "cuda/cross_entropy_codes.h"
 
 #include "cuda/device/exponential.cuh"
@@ -8,7 +8,7 @@
 namespace te::cuda {
 namespace {
 
-// Of eight neighbours in a row.
+// The gradient of eight neighbours in a row.
 struct Softmax {
   float log_sum, factor, evenly, at_label;
   int label;  // counted from the first of them

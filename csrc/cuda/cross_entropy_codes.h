@@ -1,4 +1,4 @@
-// The gradient of cross entropy in FP8, both ways, in one pass over the logits.
+// The gradient of cross entropy as FP8 codes, row-wise and transposed, in one pass over the logits.
 #pragma once
 
 #include "ops/cross_entropy.h"

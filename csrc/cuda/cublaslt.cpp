@@ -72,7 +72,7 @@ MatmulPreference::MatmulPreference(int64_t workspace_bytes, MatmulAlignment alig
           "cublasLtMatmulPreferenceSetAttribute");
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
-  // Parts of a sum over k are added in fp32: in the type of D they would be rounded one by one.
+  // Split-K sums are reduced in fp32 only: in the type of D every part would be rounded.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   const auto operands = static_cast<uint32_t>(alignment.operand_bytes);

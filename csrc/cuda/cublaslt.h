@@ -1,4 +1,4 @@
-// cuBLASLt: the functions that we call, found at first use, and owners of its objects.
+// cuBLASLt: the functions that we call, looked up at first use, and owners of its descriptors.
 #pragma once
 
 #include <cublasLt.h>
@@ -53,10 +53,10 @@ struct CublasLt {
 // Opens the library on the first call; a failure is thrown again on the next.
 const CublasLt& cublaslt();
 
-// The handle of the current device, which must be `device`; made once.
+// The handle of `device`, which must be the current one; created once.
 cublasLtHandle_t cublaslt_handle(Device device);
 
-// Throws Kind::Runtime: `[gemm] cuBLASLt: <status> in <call>`.
+// Throws Kind::Runtime: `[gemm] cuBLASLt <version>: <status> in <call>`.
 void check(cublasStatus_t status, std::string_view op, std::string_view call);
 
 cudaDataType_t cuda_type(DType t);
@@ -100,15 +100,16 @@ class MatrixLayout {
   CublasOwner<cublasLtMatrixLayout_t, DestroyLayout> layout_;
 };
 
-// Powers of two that addresses are multiples of.
+// The alignment of addresses, as powers of two.
 struct MatmulAlignment {
   int32_t operand_bytes = 0;
-  int32_t result_bytes = 0;  // of what is read and written with the result, too: bias, aux
+  int32_t result_bytes = 0;  // of the result, and of what is accessed with it: bias, aux
 
   auto operator<=>(const MatmulAlignment&) const = default;
 };
 
-// What the heuristic may assume about memory.
+// What the heuristic may assume: the size of the workspace, alignments, and how split-K sums are
+// reduced.
 class MatmulPreference {
  public:
   MatmulPreference(int64_t workspace_bytes, MatmulAlignment alignment);

@@ -1,5 +1,6 @@
-// A block per column of a state: 288 states update side by side in one launch. Histories are rolled
-// in place; every chunk is read by the whole block before any of it is written.
+// Delayed scaling for many scaling states in one launch. A column is the amax history of one
+// tensor. Each state has kColumnBlocks blocks, which take its columns in turn. A history is shifted
+// in place: a block reads a whole chunk of rows before it writes any of them.
 #include "ops/delayed_scaling.h"
 
 #include <cmath>
@@ -14,13 +15,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowsPerThread = 4;  // in flight: 1024 rows go in one chunk
-constexpr int kColumnBlocks = 8;   // blocks per state; one with more columns takes turns
+constexpr int kColumnBlocks = 8;   // blocks per state, which take its columns in turn
 
 struct Columns {
   const ScalingEntry* table;
   const float* reduced;
   bool most_recent;
-  bool indexed;  // something has a value for each column
+  bool indexed;  // columns are numbered over all states, to index tensors
 };
 
 struct Update {
@@ -30,7 +31,7 @@ struct Update {
   float margin_factor;
 };
 
-// Columns of all states before this block's. All threads of the block get the result.
+// The number of columns of all states before `state`. All threads of the block get the result.
 __device__ __forceinline__ int64_t columns_before(const ScalingEntry* table, unsigned state) {
   __shared__ unsigned parts[kWarps];
   unsigned sum = 0;
@@ -44,8 +45,9 @@ __device__ __forceinline__ int64_t columns_before(const ScalingEntry* table, uns
   return sum;
 }
 
-// The thread's part of the largest value of a column, row 0 aside. With kRoll, row 1 is dropped,
-// the others move up and `newest` is put at the end; row 0 is left to the caller.
+// Returns this thread's part of the largest value of a column, row 0 aside. With kRoll it also
+// shifts the history: row 1 is dropped, later rows move by one, and `newest` becomes the last row.
+// Row 0 is left to the caller.
 template <bool kRoll>
 __device__ __forceinline__ float older_amax(float* column, int64_t length, float newest) {
   float amax = length > 1 ? fmaxf(0.0f, column[1]) : 0.0f;

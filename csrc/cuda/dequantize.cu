@@ -1,5 +1,6 @@
-// A stream of codes, each access of which writes 16 bytes of values; or, where blocks have scales
-// of their own, tiles of 128 x 128 codes.
+// Dequantises FP8 codes. With one scale for the tensor, threads go through it in packs of codes
+// whose values fill 16 bytes. With block scales, a block of threads takes a tile of 128 x 128
+// codes.
 #include "ops/dequantize.h"
 
 #include <algorithm>
@@ -24,7 +25,7 @@ struct DequantizeStream {
   const float* scale_inverse;
   Out* x;
   int64_t count;
-  int64_t packs;  // that are read and written whole; 0 where memory is not aligned for it
+  int64_t packs;  // packs that are read and written whole; 0 if not aligned for it
 };
 
 template <class Fp8, class Out>

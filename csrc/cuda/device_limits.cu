@@ -25,7 +25,8 @@ int capability_of(int device) {
          attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
-// Of the code that runs on the current device: all kernels are compiled alike.
+// The capability for which the code was compiled that runs on the current device. It is the same
+// for all kernels.
 int code_of(int device) {
   cudaFuncAttributes kernel{};
   const cudaError_t status = cudaFuncGetAttributes(&kernel, nothing_kernel);
@@ -40,7 +41,8 @@ int code_of(int device) {
   return kernel.ptxVersion;
 }
 
-// Of blocks that have `shared_bytes` each; zeros where the driver does not say.
+// How many clusters of each size run at once, of blocks with `shared_bytes` each; zeros where the
+// driver does not say.
 ClusterCounts clusters_of(int shared_bytes) {
   ClusterCounts counts{};
   check(cudaFuncSetAttribute(nothing_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

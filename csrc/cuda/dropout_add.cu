@@ -1,6 +1,6 @@
-// Dropout kernels. A thread takes V neighbouring elements, which share a draw of random words.
-// Forward, and backward without a bias gradient, walk the tensor as one line; the bias gradient
-// walks columns, so that its sums stay in registers.
+// Dropout kernels. A thread takes V neighbouring elements, which share a draw of random words. The
+// forward, and a backward without a bias gradient, go through the tensor as one line. A backward
+// with a bias gradient goes down the columns, so that its sums stay in registers.
 #include "ops/dropout_add.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int kLineThreads = 512;
 constexpr int kThreads = 256;  // down the columns
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRowsPerThread = 4;  // down a column: loads of all are in flight at once
+constexpr int kRowsPerThread = 4;  // rows of a thread whose loads are in flight at once
 constexpr int kBlocksPerMultiprocessor = 3;
 constexpr int64_t kMostBlocksInY = 65535;
 
@@ -29,7 +29,7 @@ inline constexpr int kElements = 16 / std::max(sizeof(In), sizeof(Out));
 
 // ---- Loads, stores and randomness of V elements -------------------------------------------------
 
-// V elements from `from` on; where they are not aligned, one by one, as many as `left`.
+// Loads V elements; if they are not aligned, one by one, and at most `left` of them.
 template <bool kAligned, int V, class T>
 __device__ __forceinline__ Pack<T, V> load(const T* from, int64_t left) {
   if constexpr (kAligned) {
@@ -64,9 +64,9 @@ struct Randomness {
   }
 };
 
-// The random words of N runs of V elements, each of them (a part of) a draw. They depend on no
-// load: drawn behind the loads of the elements and before their first use, they cost the time that
-// those take anyway.
+// The random words of N runs of V elements; each run uses a draw or a part of one. They do not
+// depend on the elements, so they are computed while the loads of the elements are in flight, at no
+// cost in time.
 template <int N, int V>
 struct Words {
   static_assert(kElementsPerDraw % V == 0);
@@ -118,9 +118,9 @@ __device__ __forceinline__ void add_bias(float (&values)[V], const In* bias, int
   }
 }
 
-// A thread takes one access and goes: blocks that follow each other closely through memory move
-// more of it than blocks that hold several accesses a thread, and other warps hide the random
-// numbers.
+// A thread makes one access and exits. Many small blocks, which go through memory close together,
+// reach a higher bandwidth than blocks with several accesses per thread, and other warps hide the
+// time of the random numbers.
 template <class In, class Out, bool kAligned>
 __global__ void __launch_bounds__(kLineThreads)
     line_kernel(Line<In, Out> line, Randomness randomness) {
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 template <int V, class In, class Out>
 void launch_columns(Columns<In, Out> c, const Randomness& randomness, const TensorView& dbias,
                     cudaStream_t stream) {
-  // One wave of blocks: all parts run side by side, and few parts are left to add.
+  // One wave of blocks: all parts run at the same time, and few partial sums are left to add.
   const int64_t tiles = ceil_div(c.cols, int64_t{kWarp} * V);
   const int64_t wave = int64_t{multiprocessors(dbias.device)} * kBlocksPerMultiprocessor;
   const int64_t most = std::min<int64_t>(ceil_div(c.rows, kRowsPerColumnPart), kMostBlocksInY);

@@ -2,7 +2,7 @@
 //
 // Order: the file that TE_<NAME>_PATH names, else the library of that soname which the process has
 // already loaded (torch's own, on every CUDA build of torch), else the one that the loader finds.
-// Never the loader's first: a system copy beside torch's breaks both.
+// The loader comes last, because a system copy beside torch's breaks both.
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// gemm on CUDA: a plan from the cache, launched. gemm_plan.cpp says what a plan is.
+// gemm on CUDA: finds the plan of a call in a cache, or makes it, and launches it (gemm_plan.h).
+// The other functions are for tuning: they show or replace the algorithm of the last plan.
 #include "ops/gemm.h"
 
 #include "cuda/gemm_plan.h"

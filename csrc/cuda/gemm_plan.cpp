@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kOp = "gemm";
 
-// The largest power of two that divides all addresses; null pointers say nothing.
+// The largest power of two, up to kEnough, that divides all addresses; null pointers are ignored.
 int32_t alignment_of(std::initializer_list<const void*> pointers) {
   constexpr uintptr_t kEnough = 256;  // no kernel asks for more
   uintptr_t bits = kEnough;
@@ -36,13 +36,14 @@ cublasComputeType_t compute_type(const GemmKey& key) {
   return tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
-// The stored [rows, cols] of an operand, seen by the library as a column-major [cols, rows].
+// The layout of an operand. What we store as row-major [rows, cols] is column-major [cols, rows] to
+// cuBLASLt.
 MatrixLayout layout_of(DType type, int64_t outer, int64_t k, bool transposed) {
   return transposed ? MatrixLayout(type, outer, k) : MatrixLayout(type, k, outer);
 }
 
-// Block scales came with 12.9; the library that is opened at run time has our header's major
-// version and may be older than it, and then refuses the attribute.
+// Block scales came with cuBLASLt 12.9. The library that is opened at run time has the major
+// version of our headers, but may be older than they are, and then refuses the attribute.
 void set_scale_modes([[maybe_unused]] MatmulDesc& desc, [[maybe_unused]] const GemmProblem& p) {
 #if CUBLAS_VERSION >= 120900
   const auto mode = [](ScaleBlocks blocks) {
@@ -101,10 +102,10 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
              << key.alignment.result_bytes;
 }
 
-// Row-major D = A B^T, and the library is column-major: what it sees in our memory is D^T, A^T and
-// B^T. It therefore computes D^T = B A^T, with our b as its A and our a as its B. It sees a plain
-// b, [n, k], as [k, n] and must transpose it; a b stored as [k, n] it sees as it needs it. For a
-// the other way round. Nothing outside this constructor and `run` knows of the swap.
+// We compute D = A B^T with row-major matrices. cuBLASLt's are column-major: in our memory it sees
+// D^T, A^T and B^T. So it computes D^T = B A^T, with our b as its A and our a as its B. It sees a b
+// stored as [n, k] as [k, n], and must transpose it; a b stored as [k, n] (`transposed`) it sees as
+// it needs it. For a it is the other way round. No code outside this file knows of the swap.
 GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
     : key_(key),
       handle_(cublaslt_handle(args.a.data.device)),
@@ -152,7 +153,8 @@ std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
   return found;
 }
 
-// The table was measured on Hopper, with aligned tensors and without a bias, which changes little.
+// The table holds for Hopper and aligned tensors. It was measured without a bias, which changes
+// little.
 std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
   constexpr int kMeasuredOn = 90, kPackBytes = 16;
   const bool aligned =
@@ -176,14 +178,14 @@ bool GemmPlan::run(const GemmArgs& args, Stream stream) {
       handle_, desc_.get(), &kOne, args.b.data.data, a_.get(), args.a.data.data, b_.get(),
       args.accumulate ? &kOne : &kZero, d, d_.get(), d, d_.get(), &*algorithm_, args.workspace.data,
       static_cast<size_t>(key_.workspace_bytes), stream_of(stream));
-  // Of FP8 it also offers algorithms that it then refuses, for addresses that are not aligned.
+  // For FP8 operands that are not aligned, cuBLASLt also offers algorithms that it then refuses.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED && is_fp8(key_.problem.a)) return false;
   check(status, kOp, "cublasLtMatmul");
   return true;
 }
 
 bool GemmPlanCache::run(const GemmArgs& args, Stream stream) {
-  constexpr size_t kMostPlans = 8192;  // a model whose sizes never repeat must not eat memory
+  constexpr size_t kMostPlans = 8192;  // bounds the memory of a model whose sizes never repeat
   const GemmKey key(args);
   const std::scoped_lock lock(mutex_);
   auto found = plans_.find(key);
@@ -203,7 +205,7 @@ int64_t GemmPlanCache::built() const {
 }
 
 GemmPlanCache& gemm_plans() {
-  static auto* cache = new GemmPlanCache;  // never destroyed: the library may be gone before it
+  static auto* cache = new GemmPlanCache;  // never destroyed: cuBLASLt may be unloaded before it
   return *cache;
 }
 

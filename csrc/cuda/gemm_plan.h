@@ -1,7 +1,7 @@
-// Everything about a GEMM that does not change from call to call, built once and kept.
+// The plan of a GEMM: everything that does not change from call to call, built once and cached.
 //
-// A call finds its plan by a key, writes the pointers that live in the descriptor (scales and bias)
-// and launches. Asking the heuristic costs tens of microseconds, finding a plan less than one.
+// A call finds its plan by a key, writes the pointers that are in the descriptor (scales and bias)
+// and launches. Asking the heuristic takes tens of microseconds, finding a plan less than one.
 #pragma once
 
 #include <compare>
@@ -36,18 +36,19 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key);
 
 class GemmPlan {
  public:
-  // `args` gives the pointers whose alignment the heuristic looks at; its device must be current.
+  // `args` gives the device, which must be current, and the first pointers in the descriptor.
   GemmPlan(const GemmKey& key, const GemmArgs& args);
 
-  // Not thread-safe: it writes pointers into the plan's descriptor. False, with nothing done, where
-  // the library has no kernel for FP8 operands; for other products the constructor says so.
+  // Launches the GEMM. Not thread-safe, because it writes pointers into the plan's descriptor.
+  // Returns false, with nothing done, if cuBLASLt has no kernel for these FP8 operands; for other
+  // dtypes the constructor throws.
   bool run(const GemmArgs& args, Stream stream);
 
   const GemmKey& key() const { return key_; }
   GemmTerms terms() const;
   const cublasLtMatmulAlgo_t& algorithm() const { return algorithm_.value(); }
   void use(const cublasLtMatmulAlgo_t& algorithm) { algorithm_ = algorithm; }
-  // The heuristic's guesses; throws Kind::Unsupported where there is none.
+  // The heuristic's guesses; throws Kind::Unsupported if there is none.
   std::vector<cublasLtMatmulAlgo_t> guesses(int limit) const;
 
  private:
@@ -58,19 +59,19 @@ class GemmPlan {
   cublasLtHandle_t handle_;
   cublasComputeType_t compute_;
   MatmulDesc desc_;
-  // Of the library's operands, column-major: its A is our b, its B is our a.
+  // The layouts of cuBLASLt's operands, column-major: its A is our b, its B is our a.
   MatrixLayout a_, b_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;
 };
 
-// All plans of the process. One lock, held while a plan is found, patched and launched: launches
-// of one process are already in turn (Python's lock), and the backward thread brings its own.
+// All plans of the process. One lock is held while a plan is found, its pointers are set and it is
+// launched: the backward runs in another thread than the forward.
 class GemmPlanCache {
  public:
   bool run(const GemmArgs& args, Stream stream);
 
   int64_t built() const;
-  // The plan of the last run, under the lock: for tuning. Throws where there was none.
+  // Calls f(plan of the last run) under the lock, for tuning. Throws Kind::Value if there was none.
   template <class F>
   decltype(auto) with_last(F&& f) {
     const std::scoped_lock lock(mutex_);

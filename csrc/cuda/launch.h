@@ -1,5 +1,5 @@
-// What every host entry of the CUDA backend needs: checked calls, the device guard, what the device
-// has.
+// What every host function of the CUDA backend needs: checked calls, a device guard, and the limits
+// of the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,12 +31,13 @@ class DeviceGuard {
 
 inline cudaStream_t stream_of(Stream s) { return static_cast<cudaStream_t>(s.handle); }
 
-// What the device has, less what is switched off; asked for once.
+// The limits of a device, without what is switched off. The driver is asked once per device.
 const DeviceLimits& device_limits(Device device);
 const DeviceLimits& current_device_limits();
 inline int multiprocessors(Device device) { return device_limits(device).multiprocessors; }
 
-// Something that each device needs once, such as a kernel's attributes. Two threads may both do it.
+// Runs something once per device, such as setting a kernel's attributes. Two threads may both run
+// it, so it must do no harm to repeat it.
 class OncePerDevice {
  public:
   template <class Do>

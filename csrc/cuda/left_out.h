@@ -1,4 +1,5 @@
-// What this build does without: decided by cmake/SelectCuda.cmake, which fills left_out.cpp.in.
+// The parts that this build lacks. cmake/SelectCuda.cmake decides about them and fills in
+// left_out.cpp.in.
 #pragma once
 
 #include <string>
@@ -15,8 +16,8 @@ struct LeftOut {
 
 const std::vector<LeftOut>& left_out();
 
-// `this build lacks CUDA: <reason>; in the sources run: <command>`, for the errors of what needs
-// it.
+// `this build lacks CUDA: <reason>; in the sources run: <command>`, for errors of functions that
+// need the part.
 std::string lack_of(std::string_view part);
 
 }  // namespace te::cuda

@@ -1,10 +1,10 @@
-// A group of lanes of one warp takes a row, a pack of V elements of each tensor at a time; a pack
-// of the wider dtype is 16 bytes, or one element where size, strides or alignment allow no more.
-// Each lane finds the weights of the row for itself, and the first one writes the row's
-// log-sum-exp.
+// Merges parts into out (ops/merge_parts.h). A group of lanes of one warp takes a row, one pack of
+// V elements of each tensor at a time. A pack has 16 bytes of the wider dtype, or one element if
+// sizes, strides or alignment allow no more. Each lane computes the weights of the row for itself,
+// and the first one writes the log-sum-exp of the row.
 //
-// A thread asks for its packs before it knows the weights: a row of weight 0 is read in vain, but
-// no row waits for two reads one after the other.
+// A thread loads its packs before it knows the weights. So rows of weight 0 are read in vain, but
+// no row waits for two loads one after the other.
 #include "ops/merge_parts.h"
 
 #include <algorithm>
@@ -24,7 +24,8 @@ constexpr int kInFlight = 2;  // packs of each tensor that a lane loads before i
 template <class Out, class Part>
 inline constexpr int kWide = 16 / static_cast<int>(std::max(sizeof(Out), sizeof(Part)));
 
-// Where rows lie, as `RowPlaces`, with strides that a thread multiplies by one instruction each.
+// The strides of rows, as in `RowPlaces`, but of 32 bits, so that a thread multiplies by each in
+// one instruction.
 struct Places {
   uint32_t a = 0, b = 0, head = 0;
 
@@ -43,8 +44,8 @@ struct Places {
   }
 };
 
-// Places of the rows of one part, counted from the first row of out: `offset` lies before the part
-// where the part begins later.
+// The rows of one part, addressed by their place in out. For a part that begins at a later token,
+// `offset` is negative, and corrects for the tokens before it.
 template <class Part>
 struct PartRows {
   const Part* data = nullptr;
@@ -57,18 +58,18 @@ struct PartRows {
 template <class Out, class Part>
 struct MergeParts {
   Out* out;
-  float* sums;  // null: the parts are summed
+  float* sums;  // null: the parts are added without weights
   Places out_rows, sum_places;
-  PartRows<Part> parts[kMostParts];  // those that are not there have no tokens
+  PartRows<Part> parts[kMostParts];  // unused ones have no tokens
   int token_axis;
   bool fresh;
   Divisor b, heads;
   uint32_t rows;
-  uint32_t packs;  // of a row
-  uint32_t group;  // log2 of the lanes that a row has
+  uint32_t packs;  // packs of a row
+  uint32_t group;  // log2 of the lanes of a row
 };
 
-// Where a lane's packs are in a row: `first`, and others `step` apart.
+// The packs of a row that a lane takes: `first`, and others `step` apart.
 struct Lane {
   uint32_t first, step, packs;
 
@@ -84,7 +85,7 @@ struct Row {
   float weights[1 + kParts];
 };
 
-// The packs of a row that a lane has loaded, as they came from memory: taken apart at once they
+// The packs of a row that a lane has loaded, in the bits of memory: converted to fp32 at once, they
 // would need twice the registers.
 template <class Out, class Part, int V, int kParts>
 struct Packs {
@@ -102,7 +103,7 @@ struct Packs {
         if (row.parts[k]) parts[i][k] = load_bits_here<Part, V>(row.parts[k] + lane.pack(i) * V);
     }
   }
-  // The sums begin with `start`.
+  // Stores `start` plus the weighted sum of the packs.
   __device__ __forceinline__ void store(const Row<Out, Part, kParts>& row, const Lane& lane,
                                         float start) const {
 #pragma unroll
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The places of a part, so that the rows of out find theirs.
+// The rows of part k, addressed by their place in out.
 template <class Part>
 PartRows<Part> rows_of(const MergePartsArgs& how, size_t k) {
   const TensorView& part = how.parts[k];
@@ -244,7 +245,7 @@ void run(const MergePartsArgs& how, cudaStream_t stream) {
     return wide ? launch<Out, Part, V, kParts>(how, stream)
                 : launch<Out, Part, 1, kParts>(how, stream);
   };
-  // Most rings have two ranks: what two parts need is less than what four need.
+  // Most rings have two ranks, and a kernel for two parts needs less than one for four.
   how.parts.size() <= 2 ? start(std::integral_constant<int, 2>{})
                         : start(std::integral_constant<int, kMostParts>{});
 }

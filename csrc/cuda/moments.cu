@@ -1,5 +1,8 @@
-// One pass over the tensor by a grid that fills the chip once. The last block to finish merges what
-// all blocks have found into the row.
+// Moments of a tensor, in one pass by a grid that fills the GPU once. The last block to finish
+// merges the results of all blocks into the row. A warp first sums 16-bit values with tensor cores
+// (packed_moments.cuh). If this is not accurate enough, it reads its values again and sums them in
+// fp32 about a pivot (octet_moments.cuh; fp32 values begin here), and if needed a third time, in
+// fp64.
 #include "ops/moments.h"
 
 #include "cuda/device/dependent_launch.cuh"
@@ -13,7 +16,7 @@
 namespace te::cuda {
 namespace {
 
-// Sums that the tensor cores take want registers.
+// Summing with tensor cores needs more registers per thread, so fewer threads fit.
 template <class In>
 using MomentsWalk = OctetWalk<In, std::is_same_v<In, Half>       ? 256
                                   : std::is_same_v<In, BFloat16> ? 320
@@ -35,8 +38,8 @@ __device__ __forceinline__ float warp_mean(float value, bool counts) {
   return warp_reduce(counts ? value : 0.0f, Sum()) / static_cast<float>(max(1, values));
 }
 
-// The mean of the warp's first elements, of those that are near it: one outlier among the samples
-// would put it many deviations away from all others.
+// The mean of the first elements of the warp's lanes, without those that are far from the mean of
+// all: one outlier would move the mean many standard deviations away from the other elements.
 template <class In>
 __device__ __forceinline__ float sample_mean(const MomentsStream<In>& args) {
   const int64_t i = args.walk.first_element();
@@ -47,7 +50,7 @@ __device__ __forceinline__ float sample_mean(const MomentsStream<In>& args) {
   return warp_mean(sample, exists && is_near);
 }
 
-// Sums of the warp's octets. begin(gathered) is called when the first ones are on their way.
+// Returns the sums of the warp's octets. begin(gathered) is called once the first loads are issued.
 template <class Gathered, class In, class Begin>
 __device__ __forceinline__ MomentSums gather(const MomentsStream<In>& args, Begin&& begin) {
   Gathered gathered;
@@ -62,7 +65,7 @@ __device__ __forceinline__ MomentSums gather(const MomentsStream<In>& args, Begi
   return gathered.warp_sums();
 }
 
-// In fp64 throughout.
+// The same sums, taken in fp64 throughout.
 template <class In>
 __device__ __forceinline__ MomentSums exact_sums(const MomentsStream<In>& args, double pivot) {
   MomentSums sums = MomentSums::empty();
@@ -74,7 +77,7 @@ __device__ __forceinline__ MomentSums exact_sums(const MomentsStream<In>& args, 
   return warp_add(sums);
 }
 
-// The warp's octets, about the pivot that it returns.
+// Sums the warp's octets. Returns the pivot from which deviations are taken.
 template <class In>
 __device__ __forceinline__ double sums_of_octets(const MomentsStream<In>& args, MomentSums& sums) {
   if constexpr (sizeof(In) == 2) {
@@ -98,8 +101,8 @@ __global__ void __launch_bounds__(MomentsWalk<In>::kThreads,
     moments_kernel(const MomentsStream<In> args) {
   follow_previous_kernel();
   if (args.out.is_idle()) return;
-  // The pivot of the whole grid. As it is an element, no more than the digits of fp64 that their
-  // number takes are lost.
+  // The pivot of the whole grid. Because it is an element, squared deviations from it sum to at
+  // most about count times those from the mean: fp64 loses no more digits than count has.
   const float origin = args.walk.count > 0 ? static_cast<float>(args.x[0]) : 0;
   MomentSums sums;
   const double pivot = sums_of_octets(args, sums);
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(MomentsWalk<In>::kThreads,
       });
 }
 
-// A thread for each slot.
+// One thread for each slot.
 __global__ void merge_rows_kernel(const double* rows, int64_t count, const RowKind* kinds,
                                   double* into, int64_t slots, const int* active) {
   follow_previous_kernel();

@@ -6,9 +6,10 @@
 namespace te::cuda {
 namespace {
 
-// Several results of rows that no tile takes, because they are wide and the device has little
-// shared memory or no clusters: codes by rows, y by rows, and the transpose of the codes. Both
-// passes compute the same statistics, and each result is rounded once.
+// Several results of rows that are too wide for the kernel of tiles, on a device with little shared
+// memory or no clusters. One pass writes the codes by rows, another one y if it is asked for, and
+// the codes are transposed. Both passes compute the same statistics, and each result is rounded
+// once.
 bool norm_forward_by_parts(const NormForwardArgs& args, Stream stream) {
   if (!args.quantized.rowwise) return false;
   const cudaStream_t queue = stream_of(stream);

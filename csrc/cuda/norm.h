@@ -1,5 +1,5 @@
-// The kernels behind norm_forward and norm_backward; norm.cpp chooses among them. Each says whether
-// it takes the problem; the one for any size always does.
+// The kernels behind norm_forward and norm_backward; norm.cpp chooses among them. Each returns
+// whether it takes the problem; those that end in _any take all problems.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace te::cuda {
 bool norm_forward_rows(const NormForwardArgs& args, cudaStream_t stream);
 // FP8 results of every kind: x read once, a tile of rows in the shared memory of a cluster.
 bool norm_forward_tiles(const NormForwardArgs& args, cudaStream_t stream);
-bool norm_tiles_take_moments(const TensorView& x);  // if they are asked for
+bool norm_tiles_take_moments(const TensorView& x);  // whether it does, if asked for
 // Every size, alignment and set of dtypes.
 void norm_forward_any(const NormForwardArgs& args, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// The norms for every size, alignment and set of dtypes: one element at a time, dtypes known at run
-// time. Correct, not fast; norm.cpp comes here when no other kernel takes the problem.
+// The norms for every size, alignment and set of dtypes: one element at a time, with dtypes known
+// at run time. Correct, not fast; norm.cpp uses them if no other kernel takes the problem.
 #include "cuda/column_sum.h"
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/norm_row.cuh"

@@ -1,7 +1,7 @@
-// Norm backward: dx, and partial sums of dgamma and dbeta, in one pass over x and dy. Blocks stay,
-// one on each multiprocessor, and take batch after batch of rows (device/norm_backward.cuh). Wide
-// rows, and few rows, are shared by the blocks of a cluster: fewer partial sums, and work for every
-// multiprocessor.
+// Norm backward: dx, and partial sums of dgamma and dbeta, in one pass over x and dy. The kernel is
+// persistent: one block on each multiprocessor takes batch after batch of rows
+// (device/norm_backward.cuh). The blocks of a cluster share wide rows, or rows of which there are
+// few: this leaves fewer partial sums, and gives work to every multiprocessor.
 #include "cuda/device/norm_backward.cuh"
 
 #include <array>
@@ -40,8 +40,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   Worker<In, Gradient, kKind, kPacks>(p, shared, memory).run();
 }
 
-// How many clusters of one block a multiprocessor the device holds: its parts differ in size, so
-// there may be fewer than the quotient. Asked for once per kernel and cluster size.
+// How many clusters the device holds, with one block on each multiprocessor. GPCs differ in size,
+// so there may be fewer than multiprocessors / cluster. The driver is asked once per kernel and
+// cluster size.
 template <class Kernel>
 int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int cluster,
                       std::array<std::atomic<int>, kMaxCluster + 1>& known) {
@@ -53,7 +54,7 @@ int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int clus
   return clusters;
 }
 
-// Returns how many clusters ran, and left partial sums.
+// Returns the number of clusters, each of which writes one row of partial sums.
 template <class In, class Gradient, NormKind kKind, int kPacks>
 int64_t launch(const Problem& p, const Launch& how) {
   static OncePerDevice once;

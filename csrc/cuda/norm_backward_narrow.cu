@@ -1,5 +1,6 @@
 // Norm backward of narrow rows: dx, and partial sums of dgamma and dbeta, in one pass over x and dy
-// (device/norm_backward_narrow.cuh). Blocks stay, one on each multiprocessor.
+// (device/norm_backward_narrow.cuh). The kernel is persistent, with one block on each
+// multiprocessor.
 #include "cuda/device/norm_backward_narrow.cuh"
 
 #include "cuda/column_sum.h"

@@ -1,4 +1,5 @@
-// What the two fast kernels of norm_backward take, and the dtypes that both are compiled for.
+// The arguments of the two fast kernels of norm_backward, and the dtypes for which both are
+// compiled.
 #pragma once
 
 #include "cuda/launch.h"
@@ -36,7 +37,8 @@ struct NormBackwardProblem {
         rstd(args.rstd.ptr<float>()),
         partials(args.workspace.ptr<float>()) {}
 
-  // Whether accesses of 16 bytes and 32-bit indices do.
+  // Whether the kernels can use accesses of 16 bytes and 32-bit indices, and are compiled for the
+  // dtypes.
   static bool fits(const NormBackwardArgs& args) {
     for (const TensorView* t : {&args.x, &args.dy, &args.residual_grad, &args.dx, &args.workspace})
       if (!is_aligned(t->data, 16)) return false;
@@ -51,7 +53,7 @@ struct NormBackwardProblem {
   }
 };
 
-// f(Tag of x, Tag of dy, constant of the kind), for args that fit.
+// Calls f(Tag of x, Tag of dy, constant of the kind). `args` must fit.
 template <class F>
 auto with_norm_backward_types(const NormBackwardArgs& args, F&& f) {
   return dispatch_high_precision(args.x.dtype, "norm_backward", [&](auto tag) {

@@ -1,7 +1,7 @@
-// Norm forward with one result, plain or row-wise FP8. A row lies in the registers of a part of a
-// warp, of one warp or of one block, read from memory once. A block that takes several rows
-// replaces each pack of x by that of its next row as soon as its result is computed, so that loads
-// are always in flight.
+// Norm forward with one result, plain or row-wise FP8. A row is read from memory once, into the
+// registers of a part of a warp, of one warp or of one block. A block that takes several rows loads
+// a pack of its next row as soon as the result of the same pack of this row is computed, so that
+// loads are always in flight.
 #include <array>
 #include <atomic>
 
@@ -33,7 +33,7 @@ struct Problem {
   void* y = nullptr;
   bool e5m2 = false;
   QuantizedSink fp8;         // with Codes
-  CurrentScaleSink current;  // without; no scratch: none
+  CurrentScaleSink current;  // without Codes; no scratch: no current scale
   float* mean = nullptr;
   float* rstd = nullptr;
 
@@ -41,7 +41,8 @@ struct Problem {
   bool tracked() const { return fp8.amax || current.scratch; }
 };
 
-// x - mean is taken as (x - mean) - rest: what one fp32 cannot hold of the mean of fp32 values.
+// The mean is mean + rest, because one fp32 number is not accurate enough for the mean of fp32
+// values. x minus the mean is computed as (x - mean) - rest.
 struct Statistics {
   float mean, rest, rstd;
 };
@@ -59,7 +60,7 @@ struct Row {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     return warp * 32 * kPacks + lane;
   }
-  // `packs`: of the row, behind first_pack().
+  // `packs`: the packs of the row from first_pack() on.
   __device__ __forceinline__ static bool has(int j, int packs) { return 32 * j < packs; }
 
   // Pack j of a row of T whose first pack of this thread is at `base`.
@@ -93,8 +94,8 @@ struct Row {
     }
   }
 
-  // Squares around the mean of each pack, then those of the packs' means around the row's: the
-  // values are converted once.
+  // Sums the squared deviations from the mean of each pack, and adds those of the packs' means from
+  // the mean of the row. So values are converted to fp32 only once.
   __device__ __forceinline__ Statistics by_packs(const Problem& p, int packs,
                                                  RowSum& row_sum) const {
     float total = 0.0f, squares = 0.0f, means[kPacks];
@@ -119,7 +120,8 @@ struct Row {
     return {mean, 0.0f, rsqrtf(row_sum(squares) * p.inverse_cols + p.epsilon)};
   }
 
-  // In fp32 the mean itself has an error that counts; the second pass finds it.
+  // For fp32 values, the rounding error of the mean itself matters. A second pass over the
+  // registers finds it.
   __device__ __forceinline__ Statistics twice(const Problem& p, int packs, RowSum& row_sum) const {
     const float total = row_sum(sum([](float value) { return value; }));
     const float mean = __fmul_rn(total, p.inverse_cols);
@@ -138,7 +140,7 @@ struct Row {
     return {mean, rest, rsqrtf((variance < 0.0f ? 0.0f : variance) + p.epsilon)};
   }
 
-  // `gamma_row` and `beta_row`: where the first pack of this thread is.
+  // Computes y of pack j. `gamma_row` and `beta_row` point to the first pack of this thread.
   __device__ __forceinline__ void result(const Problem& p, const Statistics& s,
                                          const char* gamma_row, const char* beta_row, int j,
                                          float (&y)[kWidth]) const {
@@ -193,7 +195,8 @@ __device__ __forceinline__ float amax_of(const float (&y)[N]) {
   return amax;
 }
 
-// The amax of the block's results; with current scaling, of their roundings, which keep the order.
+// Reports the amax of the block's results. With current scaling it is that of the rounded results;
+// rounding keeps the order, so the amax itself is rounded.
 template <class Out>
 __device__ __forceinline__ void finish(const Problem& p, float amax) {
   __shared__ float slots[32];
@@ -210,7 +213,7 @@ __device__ __forceinline__ void finish(const Problem& p, float amax) {
     p.current.finish(static_cast<float>(Out(amax)), gridDim.x);
 }
 
-// kTracked: an amax may be asked for; a null pointer says that it is not.
+// kTracked: the kernel can compute an amax, and does so if the pointer for it is not null.
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
 __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads, kBlocksSharing)
     forward_kernel(const __grid_constant__ Problem p) {
@@ -272,7 +275,8 @@ __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads, kBlocksSharin
   }
 }
 
-// Blocks of a kernel that a multiprocessor holds; asked for once per kernel and block size.
+// How many blocks of a kernel a multiprocessor holds. The driver is asked once per kernel and block
+// size.
 template <class Kernel>
 int resident_blocks(Kernel* kernel, int threads, std::atomic<int>& known) {
   int blocks = known;
@@ -311,8 +315,8 @@ bool launch(const NormForwardArgs& args, const Problem& p, cudaStream_t stream) 
   return true;
 }
 
-// The sets of dtypes that training meets: x in fp32 gives any result, x in 16 bits its own dtype;
-// gamma is as x or fp32.
+// The kernel is compiled for the dtypes that training uses: fp32 x with y of any dtype, 16-bit x
+// with y of the same dtype, and gamma in the dtype of x or in fp32.
 template <class In, class Gamma>
 bool launch(const NormForwardArgs& args, const Problem& p, cudaStream_t stream) {
   if (!args.y) return launch<In, Gamma, Codes>(args, p, stream);

@@ -1,6 +1,7 @@
-// Norm forward to FP8, row-wise and transposed, in one pass. Transposed stores want many rows, sums
-// want whole rows, and both together exceed one multiprocessor: a cluster of blocks shares the
-// tile. What each warp does stands in device/norm_tiles.cuh.
+// Norm forward to FP8, row-wise and transposed, in one pass. Transposed stores are efficient for
+// tiles of many rows, and sums need whole rows. Such a tile exceeds the shared memory of one
+// multiprocessor, so the blocks of a cluster share it. device/norm_tiles.cuh says what each warp
+// does.
 #include "cuda/device/norm_tiles.cuh"
 #include "cuda/norm.h"
 #include "cuda/policy/memoized.h"

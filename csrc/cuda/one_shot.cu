@@ -1,7 +1,8 @@
-// See ops/one_shot.h. Writes to another GPU do not wait for it, reads would; so data is written to
-// the other ranks, and all that is read is in this GPU's memory. In a block some threads send, some
-// combine what has arrived, and a warp tells other GPUs what has been sent, in several rounds: each
-// has a flag value of its own.
+// One-shot collectives through peer memory (ops/one_shot.h). A write to another GPU does not wait
+// for it, a read would. So each rank writes its data to the memory of the other ranks, and reads
+// only from its own memory. In a block some threads send, some combine what has arrived, and one
+// warp sets flags on the other GPUs to tell what has been sent. All this is done in several rounds,
+// with a flag value for each.
 #include "ops/one_shot.h"
 
 #include <algorithm>
@@ -24,30 +25,32 @@ constexpr int64_t kNanosecondsPerMillisecond = 1'000'000;
 
 struct Call {
   OneShotPiece piece;
-  int64_t packs;  // of a part
+  int64_t packs;  // packs of a part
   int rank;
 
   __device__ __forceinline__ uint32_t* calls(int of) const {
     return reinterpret_cast<uint32_t*>(piece.group.addresses[of]) + blockIdx.x;
   }
-  // How far `sender` has come with this block: the call, and the rounds of it.
+  // The flag by which `sender` tells `receiver` how many rounds of which call it has sent for this
+  // block (flag_of).
   __device__ __forceinline__ uint32_t* arrived(int receiver, int sender) const {
     return calls(receiver) + kOneShotBlocks * (1 + sender);
   }
-  // Where `sender` writes to.
+  // Where `sender` writes its data for `receiver`. Calls use two slots in turn.
   __device__ __forceinline__ char* slot(int receiver, int sender, uint32_t call) const {
     return reinterpret_cast<char*>(piece.group.addresses[receiver]) + one_shot_header(piece.ranks) +
            piece.slot_bytes * (call % 2) + piece.place(sender, receiver);
   }
-  // The other ranks, each rank beginning with another one.
+  // The other ranks; each rank begins with the one after it.
   __device__ __forceinline__ int other(int step) const { return (rank + step) % piece.ranks; }
 };
 
-// Some packs of a part.
+// A range of packs of a part.
 struct Span {
   int64_t first, last;
 
-  // Calls `load(k, pack)` for some packs, then `use(k, pack)`; a group of threads shares them.
+  // Calls `load(k, pack)` for some packs, then `use(k, pack)`. A group of threads divides the
+  // range.
   template <class Load, class Use>
   __device__ __forceinline__ void each_pack(const Load& load, const Use& use) const {
     for (int64_t begin = first + threadIdx.x % kGroup; begin < last; begin += kInFlight * kGroup) {
@@ -61,7 +64,7 @@ struct Span {
   }
 };
 
-// The packs of a part that a block deals with, in one round or some.
+// The packs of a part that a block handles, in one or several rounds.
 struct Rounds {
   int64_t first, last, each;
   int count;
@@ -79,8 +82,8 @@ struct Rounds {
   }
 };
 
-// Barriers of a block: one for each round and kind, behind that of __syncthreads. A warp comes as a
-// whole.
+// Named barriers of a block: one for each round and kind, with numbers after that of __syncthreads
+// (0). All lanes of a warp call them together.
 template <int kKind, int kMembers>
 struct RoundBarrier {
   static __device__ __forceinline__ void arrive(int round) {
@@ -130,7 +133,8 @@ __device__ __forceinline__ void add(const Pack<T, V>& pack, float (&values)[V]) 
     values[j] = kHow == Combine::Sum ? values[j] + more[j] : fmaxf(values[j], more[j]);
 }
 
-// In the order of ranks, so that all ranks get the same bits. Two ranks are loaded at once.
+// Combines parts in the order of ranks, so that all ranks get the same bits. The parts of the first
+// two ranks are loaded at once.
 template <class T, int V, Combine kHow>
 __device__ __forceinline__ void combine(const Span& span, const Call& at, uint32_t call) {
   auto* const out = reinterpret_cast<T*>(at.piece.out);
@@ -154,7 +158,7 @@ __device__ __forceinline__ void combine(const Span& span, const Call& at, uint32
   });
 }
 
-// What a flag says once so many rounds of a call have arrived.
+// The value of a flag once `rounds` rounds of a call have arrived.
 __device__ __forceinline__ uint32_t flag_of(uint32_t call, int rounds) {
   return call * kMostRounds + rounds;
 }
@@ -172,7 +176,8 @@ __device__ __forceinline__ void send(const Call& at, const Rounds& rounds, uint3
   }
 }
 
-// By a warp of its own: the fence takes as long as a write to another GPU, and senders go on.
+// Sets the flags of the other ranks. A separate warp does this, because the fence takes as long as
+// a write to another GPU; the senders go on meanwhile.
 __device__ __forceinline__ void tell_others(const Call& at, const Rounds& rounds, uint32_t call) {
   const int step = 1 + threadIdx.x % kWarp;
   for (int round = 0; round < rounds.count; ++round) {
@@ -243,7 +248,7 @@ void combine(const OneShotPiece& piece, cudaStream_t stream) {
   });
 }
 
-// Bytes, as the widest elements that their count and places allow.
+// Concatenates bytes, as the widest elements that their number and addresses allow.
 void concatenate(const OneShotPiece& piece, cudaStream_t stream) {
   const auto places = static_cast<uint64_t>(piece.bytes | piece.x_stride | piece.out_stride) |
                       reinterpret_cast<uintptr_t>(piece.x) | reinterpret_cast<uintptr_t>(piece.out);
@@ -257,7 +262,7 @@ void concatenate(const OneShotPiece& piece, cudaStream_t stream) {
 void one_shot(const OneShotPiece& piece, Device device, int64_t& last_stream, Stream stream) {
   const DeviceGuard guard(device);
   const cudaStream_t handle = stream_of(stream);
-  // The slots are used in turn.
+  // Calls use two slots in turn, so they must run one after the other.
   follow_last_stream(last_stream, handle, "one_shot");
   switch (piece.combine) {
     case Combine::Concatenate: return concatenate(piece, handle);

@@ -17,7 +17,7 @@ namespace {
 
 using MemoryOperation = CUstreamBatchMemOpParams;
 
-// The driver's memory operations of streams; the runtime has none.
+// The stream memory operations of the driver API; the runtime API has none.
 struct Driver {
   DynamicLibrary library{"CUDA", "libcuda.so.1"};
   CUresult (*run)(CUstream, unsigned, MemoryOperation*,
@@ -40,7 +40,7 @@ MemoryOperation wait_for(void* flag) {
   return operation;
 }
 
-// After everything before it in the stream, with a fence that takes some microseconds.
+// Writes a flag after all earlier work of the stream, with a fence that takes some microseconds.
 MemoryOperation write(void* flag, uint32_t value) {
   MemoryOperation operation{};
   operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
@@ -59,7 +59,7 @@ void run(cudaStream_t stream, std::vector<MemoryOperation> operations) {
 
 cudaEvent_t event_of(int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
-// The stream of sends, once the caller's stream has come here.
+// Returns the stream of sends, after letting it wait for the caller's stream.
 cudaStream_t send_stream(const PeerEvents& events, Stream stream, std::string_view op) {
   const auto sends = reinterpret_cast<cudaStream_t>(events.send_stream);
   check(cudaEventRecord(event_of(events.computed), stream_of(stream)), op);
@@ -67,15 +67,15 @@ cudaStream_t send_stream(const PeerEvents& events, Stream stream, std::string_vi
   return sends;
 }
 
-constexpr int kReleased = 32;  // slots that a kernel releases
+constexpr int kReleased = 32;  // most slots that one kernel releases
 
 struct Released {
   uint32_t* arrived[kReleased];
   uint32_t* free[kReleased];
 };
 
-// Kernels that follow do not wait as long as for memory operations, whose fences come one after
-// the other.
+// Releases slots. Kernels that follow wait less for a kernel than for memory operations, whose
+// fences come one after the other.
 __global__ void release_kernel(const __grid_constant__ Released slots) {
   follow_previous_kernel();
   *slots.arrived[threadIdx.x] = 0;

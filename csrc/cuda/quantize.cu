@@ -1,5 +1,6 @@
-// Row-wise codes alone are a stream of values; everything else is the tile map of the identity, of
-// one matrix or of many.
+// Casts to FP8 with one scale for the tensor. If only row-wise codes are asked for, the kernel goes
+// through memory in order. Everything else is the tile map of the identity, over one matrix or
+// many.
 #include "ops/quantize.h"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ template <class In>
 struct CastArgs {
   const In* x;
   int64_t count;
-  int64_t octets;  // that are read and written whole; 0 where memory is not aligned for it
+  int64_t octets;  // octets that are read and written whole; 0 if not aligned
   QuantizedSink out;
 };
 
@@ -90,7 +91,7 @@ struct Identity {
   }
 };
 
-// Whether the moments have been taken.
+// Casts by the tile map. Returns whether this has taken the moments.
 template <bool kDbias>
 bool by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
   return launch_tile_map(
@@ -107,7 +108,7 @@ bool by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
 
 // ---- Tiles of many matrices ----
 
-// Threads of a tile have eight rows each: of fewer rows most have none.
+// A thread of a tile has eight rows, so with fewer rows than that most threads have nothing to do.
 constexpr int64_t kFewRows = 8;
 
 struct Matrix {

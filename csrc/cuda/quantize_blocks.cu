@@ -1,10 +1,11 @@
-// A block of 256 threads takes a tile of 128 x 128, which holds whole scaling blocks of every kind.
-// A thread keeps 8 x 8 values in registers, as they came, until it knows their scales:
-//   128 x 128  one amax of the tile, met at a barrier; the codes of both results are the same
-//   1 x 128    along rows, 16 lanes share eight rows and find their scales by shuffles, and
-//   row-wise
-//              codes leave at once; along columns, warps leave their amaxes in shared memory, one
-//              thread a column makes the scale, and the values are encoded a second time.
+// Casts to FP8 with block scales. A block of 256 threads takes a tile of 128 x 128, which holds
+// whole scaling blocks of every kind. A thread keeps 8 x 8 values in registers, as they were
+// loaded, until it knows their scales:
+//   128 x 128: one amax of the tile, combined at a barrier. The codes of both results are the same.
+//   1 x 128 along rows: 16 lanes share eight rows and find their scales by shuffles. The row-wise
+//     codes are stored at once.
+//   1 x 128 along columns: warps store the amaxes of their rows in shared memory, one thread per
+//     column computes the scale, and the values are encoded a second time.
 // CodeTile stores the transposed codes.
 #include "ops/quantize_blocks.h"
 
@@ -20,14 +21,15 @@ constexpr const char* kOp = "quantize_blocks";
 constexpr int kWarps = kTileThreads / 32;
 static_assert(kTile == kScaleBlock);
 
-// One result; `grid` is that of its scales.
+// One result: its codes and inverse scales. `grid` is the shape of the scales.
 struct BlockSink {
   uint8_t* codes;
   float* inverses;
   ScaleGrid grid;
 
   __device__ __forceinline__ explicit operator bool() const { return codes; }
-  // Line `line` of the result, of `lines`; what rounding up added is zero.
+  // Stores the inverse scale of a line in a tile. A line is a row of the result; there are `lines`,
+  // and the entries that pad them to the size of the grid become zero.
   __device__ __forceinline__ void put_line(int64_t line, int64_t lines, int tile,
                                            float inverse) const {
     if (line < grid.cols) inverses[tile * grid.cols + line] = line < lines ? inverse : 0.0f;
@@ -60,7 +62,7 @@ __device__ __forceinline__ uint2 encode_octet(const float (&values)[8], bool e5m
   return encode8(values, 1.0f, e5m2);
 }
 
-// Eight lanes' values each, of which lane l of 16 gets the maximum over the lanes of value l / 2.
+// Takes the maxima of eight values over 16 lanes: lane l of the 16 gets that of value l / 2.
 __device__ __forceinline__ float max_of_line(float (&values)[8]) {
   const int lane = static_cast<int>(threadIdx.x) % 16;
 #pragma unroll
@@ -76,7 +78,7 @@ __device__ __forceinline__ float max_of_line(float (&values)[8]) {
   return fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], 1));
 }
 
-// The tile in registers, and what its rows and columns have told so far.
+// A thread's 8 x 8 values of the tile, in registers.
 template <class In>
 struct BlockValues {
   Octet<In> rows[8];
@@ -104,7 +106,7 @@ struct BlockValues {
   }
 };
 
-// 1 x 128 blocks of rows: scales, and the codes.
+// 1 x 128 blocks along rows: stores their scales and codes.
 template <class In, bool kWide>
 __device__ __forceinline__ void quantize_rows(const BlockTiles& args, TilePlace at,
                                               const TileBlock& block,
@@ -129,13 +131,13 @@ __device__ __forceinline__ void quantize_rows(const BlockTiles& args, TilePlace 
   }
 }
 
-// What the columns of a tile need of each other.
+// Shared memory in which threads combine the amaxes of the tile's columns.
 template <class In>
 struct ColumnScales {
   alignas(16) uint32_t amaxes[kWarps][kTile * sizeof(In) / 4];
   alignas(16) float scales[kTile];
 
-  // Before a barrier: the largest of a warp's sixteen rows.
+  // Stores the amaxes of columns over a warp's sixteen rows. A barrier must follow.
   __device__ __forceinline__ void leave(const TileBlock& block, OctetMagnitudes<In> largest) {
     constexpr int kWords = OctetMagnitudes<In>::kWords;
 #pragma unroll
@@ -149,7 +151,7 @@ struct ColumnScales {
       store_pack(to + i, Pack<uint32_t, 4>{largest.word[i], largest.word[i + 1],
                                            largest.word[i + 2], largest.word[i + 3]});
   }
-  // Behind it, and before another one: a thread a column.
+  // Computes the scales, with one thread per column. To be called between two barriers.
   __device__ __forceinline__ void find(const BlockTiles& args, TilePlace at) {
     const int col = static_cast<int>(threadIdx.x);
     if (col >= kTile) return;
@@ -163,7 +165,7 @@ struct ColumnScales {
   }
 };
 
-// 1 x 128 blocks of columns: scales, and the codes of the thread's values.
+// 1 x 128 blocks along columns: returns the codes of the thread's values.
 template <class In>
 __device__ __forceinline__ CodeBlock encode_columns(const BlockTiles& args, const TileBlock& block,
                                                     const BlockValues<In>& values,
@@ -196,7 +198,8 @@ __device__ __forceinline__ CodeBlock encode_square(const BlockTiles& args,
   return codes;
 }
 
-// One inverse for each tile of both results; threads of the last tile of a line clear its padding.
+// Stores the inverse scale of a tile, in both results. Threads of the last tile of a line also
+// clear the padding of that line.
 __device__ __forceinline__ void put_square(const BlockTiles& args, TilePlace at, float inverse) {
   const int i = static_cast<int>(threadIdx.x);
   const auto put = [&](const BlockSink& sink, int row, int col, int cols) {

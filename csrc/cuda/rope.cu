@@ -1,13 +1,14 @@
-// A thread rotates one unit: two packs of kVector elements of a head, half the rotated elements
-// apart. Where pairs are interleaved they are within a pack. A unit of elements that pass through
-// is one pack. With kVector = 1 any size and alignment goes; then the two elements of an
-// interleaved pair are a unit.
+// Rotary position embedding. A thread rotates one unit: two packs of kVector elements of a head.
+// The packs are rotary_dim / 2 elements apart, so that each pair has one element in either pack;
+// interleaved pairs are within a pack. A unit of elements that are not rotated is one pack. kVector
+// = 1 allows any size and alignment; then the two elements of an interleaved pair are a unit.
 //
-// A block takes some heads of one place of a sequence, or of several places where one has few: all
-// sequences of the batch together, where no sequence has a start of its own. Its threads first ask
-// for their packs, then make the sines and cosines of those positions, and rotate when both are
-// there. One unit a thread and few registers keep three quarters of a multiprocessor's threads
-// loading; more units a thread, or angles before loads, measured worse on an H200.
+// A block takes some heads at one place of the sequence, or at several places if one has few heads.
+// If no sequence has a start position of its own, it takes all sequences of the batch together. Its
+// threads first issue the loads of their packs, then compute the sines and cosines of those
+// positions, and rotate when both are there. With one unit per thread and few registers, three
+// quarters of a multiprocessor's threads are loading; more units per thread, or angles before
+// loads, were slower on an H200.
 #include "ops/rope.h"
 
 #include <algorithm>
@@ -31,14 +32,14 @@ struct Rope {
   RopePositions positions;
   RopeShape shape;
   uint32_t rows;      // heads of all tokens of a place
-  uint32_t per_head;  // units
+  uint32_t per_head;  // units of a head
   uint32_t places_of_block;
-  Divisor units_of_block;  // of a head; blockIdx.z counts these
-  Divisor rows_of_block;   // of each of its places
-  Divisor parts;           // blocks, each with other rows, that share their places
+  Divisor units_of_block;  // units of a head that a block takes; blockIdx.z is the block's number
+  Divisor rows_of_block;   // rows that a block takes of each of its places
+  Divisor parts;           // blocks that share the same places, with different rows
   Divisor heads, rotary_dim;
-  Divisor period;    // heads
-  uint32_t rotated;  // of a period
+  Divisor period;    // heads, of which some are rotated
+  uint32_t rotated;  // heads at the start of a period that are rotated
 };
 
 // Whether a unit's two packs are half the rotated elements apart, not neighbours.
@@ -49,8 +50,9 @@ constexpr bool kHalvesApart = kVector > 1 || !kInterleaved;
 template <int kVector>
 constexpr int kGroup = kVector >= 4 ? 4 : 1;
 
-// The sines and cosines of a position in shared memory, in the order in which units read them:
-// groups of neighbours of all units side by side, so that no banks conflict.
+// The sines and cosines of a position in shared memory, in the order in which units read them. A
+// group of neighbouring elements is stored for all units side by side, so that there are no bank
+// conflicts.
 template <int kVector, bool kInterleaved>
 struct AngleTable {
   static constexpr int kWidth = kGroup<kVector>, kOfUnit = 2 * kVector;
@@ -58,7 +60,7 @@ struct AngleTable {
   float* sines;
   uint32_t rotary_dim;
 
-  // Elements of a unit count through its first pack, then its second.
+  // `k` counts the elements of a unit: those of its first pack, then those of its second.
   __device__ __forceinline__ uint32_t slot(uint32_t unit, uint32_t k) const {
     return (k / kWidth * (rotary_dim / kOfUnit) + unit) * kWidth + k % kWidth;
   }
@@ -71,7 +73,7 @@ struct AngleTable {
     sines[at] = of_angle.sine;
     cosines[at] = of_angle.cosine;
   }
-  // Those of a group of either pack.
+  // Loads the values for one group of each pack.
   __device__ __forceinline__ void get(const float* from, uint32_t unit, uint32_t first,
                                       float (&to)[2 * kWidth]) const {
 #pragma unroll
@@ -83,7 +85,7 @@ struct AngleTable {
   }
 };
 
-// What a block does.
+// The places and rows that a block takes.
 struct Share {
   int64_t first_place;
   uint32_t places, part;
@@ -98,7 +100,7 @@ __device__ __forceinline__ Share share_of_block(const Rope<T>& args) {
           blockIdx.x - block * args.parts.value()};
 }
 
-// What a thread does.
+// The unit that a thread takes.
 struct Unit {
   uint32_t place, row, index;  // in the block, of the place, in the head
   bool exists, rotates;
@@ -136,7 +138,7 @@ struct Angles {
   }
 };
 
-// Widens a group of either pack.
+// Converts one group of each pack to fp32.
 template <class T, int N>
 __device__ __forceinline__ void widen_two(const Pack<T, N>& a, const Pack<T, N>& b,
                                           float (&v)[2 * N]) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ Pack<T, N> narrow_half(const float (&v)[2 * N], int f
   return narrow<T, N>(half);
 }
 
-// Turns two packs in place, group by group, so that few registers hold angles.
+// Rotates two packs in place, group by group, so that few registers hold angles.
 template <class T, int kVector, bool kInterleaved, bool kBackward>
 __device__ __forceinline__ void rotate_packs(Pack<T, kVector>& a, Pack<T, kVector>& b,
                                              const AngleTable<kVector, kInterleaved>& table,
@@ -232,8 +234,8 @@ int64_t tokens_of_place(const RopeArgs& how, const RopeShape& shape) {
   return how.starts || how.cu_seqlens ? 1 : shape.batch;
 }
 
-// Rows are shared out evenly to as few blocks as hold them. A block with threads to spare takes
-// more places.
+// Divides the work among blocks. Rows are divided evenly among as few blocks as can hold them, and
+// a block with threads to spare takes more places.
 template <class T, int kVector>
 Rope<T> share_out(const RopeArgs& how, const RopeShape& shape) {
   constexpr int64_t kAnglesOfBlock = 4096;  // their sines and cosines fit in 32 KiB

@@ -8,7 +8,7 @@
 
 namespace te::cuda {
 
-// Both have as many rows, of as many bytes.
+// Both must have the same number of rows, with the same number of bytes.
 inline void copy_rows(const Rows& from, const Rows& to, cudaStream_t stream, std::string_view op) {
   const auto bytes = static_cast<size_t>(to.bytes), count = static_cast<size_t>(to.count);
   check(count == 1 ? cudaMemcpyAsync(to.data, from.data, bytes, cudaMemcpyDefault, stream)

@@ -1,5 +1,4 @@
-// What a build with CUDA can tell about itself and the machine; no_cuda.cpp answers for one
-// without.
+// Queries and settings of the CUDA backend; no_cuda.cpp defines them for a build without CUDA.
 #pragma once
 
 #include <string>
@@ -10,18 +9,18 @@ namespace te::cuda {
 
 bool built_with_cuda();
 
-// What kernels and products may use of device `index`. Throws Kind::Unsupported where this build
+// The limits that kernels and GEMMs keep on device `index`. Throws Kind::Unsupported if this build
 // has no code for it.
 DeviceLimits limits_of_device(int index);
 
-// Holds for devices that nobody has asked about yet: call it before anything else.
+// Applies to devices whose limits have not been asked for yet, so call it before anything else.
 void set_device_switches(const DeviceSwitches& on);
 
-// Where a library that is opened at first use lies; "" leaves it to dynlib.h's order. `name` as in
-// TE_<NAME>_PATH. Later calls change nothing for a library that is open.
+// Sets the file of a library that is opened at first use; "" means the order in dynlib.h. `name` as
+// in TE_<NAME>_PATH. A library that is open already stays as it is.
 void set_library_path(std::string name, std::string path);
 
-// From now on this thread may allocate and wait while another one captures a graph.
+// Lets this thread allocate and synchronise while another thread captures a CUDA graph.
 void relax_captures();
 
 }  // namespace te::cuda

@@ -49,7 +49,8 @@ __device__ __forceinline__ void hide(const HiddenKeys<V>& hidden, float (&scores
     if (hidden[k]) scores[k] = minus_infinity();
 }
 
-// Over the threads of a row: a warp, or the whole block. Each `shared` serves one reduction.
+// Reduces over the threads of a row: a warp, or the whole block. Each `shared` serves one
+// reduction.
 template <class Op>
 __device__ __forceinline__ float row_reduce(float value, Op op, float identity, float* shared) {
   if (blockDim.x == kWarp) return warp_reduce(value, op);

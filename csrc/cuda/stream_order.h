@@ -1,4 +1,4 @@
-// Calls that must follow one another, on whatever stream they are.
+// Keeps the order of calls that must run one after the other, whatever streams they are on.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 
 namespace te::cuda {
 
-// Makes a stream wait for the last one, if that was another, and remembers it as the last one. What
-// is captured has the order of its graph.
+// Makes `stream` wait for the stream of the last call, if that was another one, and then sets
+// `last` to it. It does nothing for a stream that is being captured: the graph has an order.
 void follow_last_stream(int64_t& last, cudaStream_t stream, std::string_view op);
 
 }  // namespace te::cuda

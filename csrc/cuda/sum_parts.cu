@@ -1,4 +1,5 @@
-// A thread takes one access of each part; the loads of several parts are in flight at once.
+// Sums the parts of several ranks (ops/sum_parts.h). A thread makes one access to each part, with
+// the loads of several parts in flight at once.
 #include "ops/sum_parts.h"
 
 #include "cuda/device/dependent_launch.cuh"
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// Blocks of a multiprocessor that keep the memory busy: fewer where a thread loads more at once.
+// The blocks on a multiprocessor that keep memory busy: fewer if a thread loads more at once.
 constexpr int blocks_of(int in_flight) { return in_flight == 1 ? 3 : 2; }
 
 template <class T>
@@ -64,7 +65,7 @@ void launch(const Parts<T>& parts, cudaStream_t stream) {
   const auto start = [&](auto kernel) {
     launch_dependent(kernel, blocks, kThreads, 0, stream, parts);
   };
-  // All that a rank of two, four or eight receives; more in turns.
+  // A rank of two, four or eight receives 1, 3 or 7 parts. More parts are loaded in turns.
   if (parts.count == 1) return start(sum_parts_kernel<T, V, 1>);
   if (parts.count <= 3) return start(sum_parts_kernel<T, V, 3>);
   return start(sum_parts_kernel<T, V, 7>);

@@ -1,4 +1,5 @@
-// A block reads kSumSquaresBlock elements, with many loads in flight, and adds their squares.
+// Sums of squares of many tensors in few launches. A block reads kSumSquaresBlock elements of one
+// tensor, with many loads in flight, and writes the sum of their squares.
 #include "ops/sum_squares.h"
 
 #include "cuda/device/dependent_launch.cuh"
@@ -10,7 +11,7 @@ namespace te::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLoads = 8;  // of a thread in flight, of 16 bytes
+constexpr int kLoads = 8;  // loads of 16 bytes that a thread has in flight
 
 struct Values {
   const void* data;
@@ -31,7 +32,7 @@ __device__ __forceinline__ void add_squares(const Pack<T, V>& pack, float& sum) 
   for (int k = 0; k < V; ++k) sum = fmaf(values[k], values[k], sum);
 }
 
-// A multiple of whole packs.
+// The sum over `count` elements, a multiple of V.
 template <class T, int V>
 __device__ __forceinline__ float sum_of_packs(const T* x, int count) {
   float sum = 0.0f;

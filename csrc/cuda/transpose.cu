@@ -25,7 +25,8 @@ struct TransposeTiles {
   ScaleGrid grid, out_grid;
 };
 
-// Threads of the last tile of a column clear the padding behind it.
+// Stores the scale of a tile at its transposed place. Threads of the last tile of a column also
+// clear the padding after it.
 __device__ __forceinline__ void transpose_scale(const TransposeTiles& args, TilePlace at) {
   const int i = static_cast<int>(threadIdx.x);
   const bool last = at.row == args.grid.rows - 1;

@@ -15,10 +15,11 @@ inline constexpr bool kHasFp8Conversion = kArchitecture >= 89;
 // Clusters of blocks, bulk copies by the copy engine, dependent launch.
 inline constexpr bool kHasClusters = kArchitecture >= 90;
 
-// The second argument of __launch_bounds__: how many blocks of so many threads share the registers
-// of a multiprocessor. `measured` is the best number on Hopper, 0 the compiler's choice. For other
-// architectures, which nobody has measured, it is `elsewhere`, with which nothing spills, and no
-// more than the multiprocessor holds.
+// Returns the second argument of __launch_bounds__: how many blocks of `threads` threads must fit
+// on a multiprocessor at once, which limits the registers per thread. On Hopper it is `measured`,
+// the fastest value (0: the compiler chooses). Other architectures were not measured: they use
+// `elsewhere`, a value at which no register spills, or fewer blocks if the multiprocessor has no
+// room for so many threads.
 constexpr int blocks_sharing(int measured, int elsewhere, int threads) {
   if (kArchitecture == 0 || kArchitecture == 90) return measured;
   constexpr bool kSmall = kArchitecture == 86 || kArchitecture == 89 || kArchitecture == 120;

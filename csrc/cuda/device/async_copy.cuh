@@ -1,15 +1,16 @@
-// Copies from global into shared memory that run while the block computes, and the barrier on which
-// they end:
+// Asynchronous copies from global to shared memory, which run while the block computes, and the
+// mbarrier that tells when they are complete:
 //
-//   init_barrier(bar) by one thread; then everyone may see it (__syncwarp or __syncthreads)
-//   expect_bytes(bar, n) by one thread; start_copies of n bytes in all, by its warp
-//   wait_barrier(bar, phase) by all who read; phase = 0, 1, 0, ... as the barrier is used again
+//   init_barrier(bar): by one thread, followed by __syncwarp or __syncthreads
+//   expect_bytes(bar, n): by one thread; then start_copies of n bytes in total, by its warp
+//   wait_barrier(bar, phase): by all threads that read; phase is 0, 1, 0, ... from use to use
 //
 // Addresses and sizes are multiples of 16 bytes. A buffer may be refilled once a barrier of the
-// block has separated its last reader from the warp that starts the copies.
+// block separates its last reads from the warp that starts the copies.
 //
-// From compute capability 9.0 on the copy engine takes whole pieces; before, each lane copies 16
-// bytes at a time and the barrier counts the lanes.
+// From compute capability 9.0 on, bulk copies (cp.async.bulk) move each piece as a whole, and the
+// barrier counts bytes. On older GPUs each lane copies 16 bytes at a time (cp.async), and the
+// barrier counts the 32 lanes.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// `arrivals`: as copies make them, if it is not given.
+// `arrivals`: how many arrivals complete a phase. The default is what the copies make: one by
+// expect_bytes, or on older GPUs one by each lane of the warp.
 __device__ __forceinline__ void init_barrier(uint64_t* barrier,
                                              uint32_t arrivals = kHasClusters ? 1 : 32) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -41,7 +43,7 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier,
   }
 }
 
-// What this thread has stored is seen by those who wait.
+// Arrives at the barrier. Threads that wait on it then see what this thread has stored before.
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile(
       "{\n"
@@ -90,7 +92,7 @@ __device__ __forceinline__ void bulk_copy(const CopyPiece& piece, uint64_t* barr
       : "memory");
 }
 
-// A copy by this thread; arrive_with_copies tells of its end.
+// Starts a copy by this thread; arrive_with_copies signals its end.
 __device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -109,7 +111,8 @@ __device__ __forceinline__ void copy_share(const CopyPiece& piece, uint32_t lane
     copy_16_bytes(shared_address(piece.to) + at, from + at);
 }
 
-// By all lanes of one warp: piece(i) for all i below `count`; pieces of no bytes are left out.
+// Starts the copies piece(0) to piece(count - 1). All lanes of one warp call it. Pieces of 0 bytes
+// are skipped.
 template <class Piece>
 __device__ __forceinline__ void start_copies(int count, uint64_t* barrier, Piece&& piece) {
   const unsigned lane = threadIdx.x % 32;

@@ -1,5 +1,6 @@
-// How many elements of octets an FP8 cast has made zero, or had to cut off: of 16-bit floats two or
-// four at a time, at three instructions an element.
+// Counts the elements that an FP8 cast has turned into zero (underflows) or clipped (overflows).
+// Elements of 16 bits are compared as packed integers, two or four per instruction, at a cost of
+// three instructions per element.
 #pragma once
 
 #include <limits>
@@ -13,9 +14,9 @@ class OctetCastCounts {
   using Extremes = OctetExtremes<T>;
 
  public:
-  // Above `limit`, magnitudes are cut off.
+  // Magnitudes above `limit` overflow.
   __device__ __forceinline__ explicit OctetCastCounts(float limit) : limit_(limit) {
-    uint32_t largest = kInfinity;  // bits of the largest magnitude that is not above
+    uint32_t largest = kInfinity;  // bits of the largest T that is not above the limit
     if (limit <= kLargestFloat) {
       if constexpr (std::is_same_v<T, Half>)
         largest = __half_as_ushort(__float2half_rz(limit));
@@ -34,13 +35,14 @@ class OctetCastCounts {
       for (int i = 0; i < 8; ++i) add(x[i], (i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
     }
   }
-  // One element; of the code, the low byte counts.
+  // Adds one element. Its code is the low byte of `code`.
   __device__ __forceinline__ void add(float value, uint32_t code) {
     underflows_ += value != 0.0f && (code & 0x7fu) == 0 ? kUnderflow : 0;
     overflows_ += fabsf(value) > limit_;
   }
 
-  // To be called after some thousand octets at the latest.
+  // Adds the packed counters of overflows to the total. Must be called at least every 16000 octets,
+  // before one of the 16-bit counters wraps around.
   __device__ __forceinline__ void fold() {
     overflows_ += (part_ & 0xffffu) + (part_ >> 16);
     part_ = 0;
@@ -56,11 +58,13 @@ class OctetCastCounts {
   static constexpr float kLargestFloat = std::numeric_limits<float>::max();
   static constexpr uint32_t kUnderflow = 128;
 
-  // A pair whose sum with magnitudes is positive where they are larger.
+  // The negated magnitude, in both halves of a word. Added to a pair of magnitudes, it gives a
+  // positive number in each half whose magnitude is larger.
   __device__ __forceinline__ static constexpr uint32_t minus(uint32_t magnitude) {
     return (0x10000u - magnitude) % 0x10000u * 0x10001u;
   }
-  // A one for each of a pair of magnitudes that is larger, but for NaN.
+  // Returns 1 in each half whose magnitude is above the limit and not NaN: min(max(magnitude -
+  // largest, 0), 1), minus the same with infinity in place of the largest, which is 1 for NaN only.
   __device__ __forceinline__ uint32_t above(uint32_t magnitudes) const {
     return __viaddmin_s16x2_relu(magnitudes, minus_largest_, 0x00010001u) -
            __viaddmin_s16x2_relu(magnitudes, minus(kInfinity), 0x00010001u);
@@ -69,8 +73,9 @@ class OctetCastCounts {
     a = Extremes::magnitude(a);
     b = Extremes::magnitude(b);
     part_ += above(a) + above(b);
-    // Sums whose sign tells what is not zero, of 16 bits and of 8.
-    uint32_t nonzero;  // a byte of ones for each such element
+    // Adding 0x7fff to a 16-bit magnitude, or 0x7f to that of a code, sets the sign bit unless the
+    // magnitude is 0.
+    uint32_t nonzero;  // 0xff for each element that is not 0
     asm("prmt.b32 %0, %1, %2, 0xfdb9;"
         : "=r"(nonzero)
         : "r"(a + 0x7fff7fffu), "r"(b + 0x7fff7fffu));
@@ -80,12 +85,12 @@ class OctetCastCounts {
 
   float limit_;
   uint32_t minus_largest_;
-  uint32_t part_ = 0;        // overflows of either element of pairs
-  uint32_t underflows_ = 0;  // kUnderflow for each
+  uint32_t part_ = 0;        // overflows: two counters of 16 bits, one per half of a pair
+  uint32_t underflows_ = 0;  // kUnderflow times their number
   uint32_t overflows_ = 0;
 };
 
-// Merges what a kernel has found out about a cast.
+// Merges the counts and errors of a cast into a row of statistics.
 __device__ __forceinline__ void add_cast(CastMoments& row, int64_t count, float scale_inverse,
                                          double underflows, double overflows,
                                          double squared_error) {

@@ -1,14 +1,14 @@
 // Thread-block clusters: the barrier of all threads of a cluster, and stores into the shared memory
-// of its other blocks. Where there are no clusters (before compute capability 9.0) a block is one
-// by itself.
+// of its other blocks. Before compute capability 9.0 there are no clusters, and each block is
+// alone.
 #pragma once
 
 #include "cuda/device/async_copy.cuh"
 
 namespace te::cuda {
 
-// Stores before an arrive are seen after the matching wait, stores to global memory too: it waits
-// for those, so it does not belong into a loop that writes results.
+// Stores before the arrive are visible after the matching wait. This includes stores to global
+// memory, for which the barrier has to wait: it does not belong into a loop that writes results.
 __device__ __forceinline__ void cluster_arrive() {
   if constexpr (kHasClusters) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -28,8 +28,9 @@ __device__ __forceinline__ uint32_t remote_address(const void* local, uint32_t r
   return remote;
 }
 
-// Stores and counts its 8 bytes on `barrier`, in the same block as `address`; ordered by nothing
-// but that barrier. Of a cluster of several blocks.
+// Stores `value` in the shared memory of a block of the cluster, and counts its 8 bytes on
+// `barrier`, which is in the same block as `address`. Only that barrier orders the store. For
+// clusters of several blocks.
 __device__ __forceinline__ void store_remote_async(uint32_t address, float2 value,
                                                    uint32_t barrier) {
   if constexpr (kHasClusters)
@@ -40,7 +41,7 @@ __device__ __forceinline__ void store_remote_async(uint32_t address, float2 valu
         : "memory");
 }
 
-// wait_barrier for a barrier on which other blocks count.
+// The wait_barrier for a barrier that other blocks of the cluster signal.
 __device__ __forceinline__ void wait_cluster_barrier(uint64_t* barrier, uint32_t phase) {
   if constexpr (kHasClusters)
     asm volatile(

@@ -1,10 +1,11 @@
-// Programmatic dependent launch: a kernel that follows another one in its stream is brought up
-// while that one drains, instead of after it.
+// Programmatic dependent launch: the blocks of a kernel are brought onto the multiprocessors while
+// the previous kernel of the stream drains, instead of after its end.
 //
 // Every kernel is started by launch_dependent, or with LaunchAttributes, and all of its threads
-// call follow_previous_kernel (or await_previous_kernel) before they read or write anything. As
-// none ends before the one before it has, whoever comes later, of ours or not, finds all memory
-// written. Devices that have no such launch bring a kernel up when the one before it has ended.
+// call follow_previous_kernel (or await_previous_kernel) before they access global memory. So no
+// kernel ends before the previous one has ended, and every later kernel, also one of another
+// library, finds all memory written. Devices without such launches start a kernel when the previous
+// one has ended.
 #pragma once
 
 #include "cuda/device/architecture.cuh"
@@ -12,28 +13,30 @@
 
 namespace te::cuda {
 
-// Once every block is here, blocks of the next kernel may fill free places, where they wait.
+// Once every block of this kernel has called it, blocks of the next kernel may occupy free places
+// on the multiprocessors, where they wait.
 __device__ __forceinline__ void admit_next_kernel() {
   if constexpr (kHasClusters) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Returns when the kernel before this one has ended and all it wrote can be seen.
+// Returns when the previous kernel has ended and all its writes are visible.
 __device__ __forceinline__ void await_previous_kernel() {
   if constexpr (kHasClusters) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Both, as early as possible. Kernels that wait for another GPU admit others later: those would
-// take the places of a kernel that this GPU must run before the other one goes on.
+// Calls both, as early as possible. A kernel that waits for another GPU admits the next kernel
+// later: waiting blocks could occupy the places of a kernel that this GPU must run before the other
+// GPU can continue.
 __device__ __forceinline__ void follow_previous_kernel() {
   admit_next_kernel();
   await_previous_kernel();
 }
 
-// The attributes of a launch, as far as the device has them. They lie in this object, which must
-// live until the launch.
+// The attributes of a launch that the device supports. The launch reads them from this object, so
+// it must live until then.
 class LaunchAttributes {
  public:
-  // Of a kernel whose blocks come in clusters of so many.
+  // `cluster`: the number of blocks of a cluster.
   explicit LaunchAttributes(const DeviceLimits& device, int cluster = 1) {
     if (device.dependent_launch) {
       cudaLaunchAttribute& dependent = list_[count_++];
@@ -59,7 +62,7 @@ class LaunchAttributes {
   unsigned count_ = 0;
 };
 
-// Arguments in the order of a plain launch, then those of the kernel.
+// Launches a kernel. The arguments are those of <<<...>>>, then those of the kernel.
 template <class... Parameters, class... Arguments>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                       cudaStream_t stream, Arguments&&... arguments) {

@@ -1,4 +1,4 @@
-// Exponentials of differences to a row's largest value.
+// Exponentials for softmax: of scores, from which the largest score of their row is subtracted.
 #pragma once
 
 namespace te::cuda {
@@ -12,7 +12,8 @@ __device__ __forceinline__ float fast_exp(float x) {
   return result;
 }
 
-// Where all values are -Inf, exp(-Inf - 0) gives the zeros that exp(-Inf + Inf) would not.
+// What is subtracted from the scores of a row: the largest one, or 0 if all are -Inf. Then exp(-Inf
+// - 0) gives zeros, where exp(-Inf + Inf) would give NaN.
 __device__ __forceinline__ float shift_of(float largest) {
   return largest == minus_infinity() ? 0.0f : largest;
 }

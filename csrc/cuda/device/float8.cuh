@@ -1,10 +1,10 @@
 // Packed FP8 conversions, several values at a time; one instruction per pair.
 //
-// They give the codes of E4M3::encode and E5M2::encode (core/float8.h), which is what runs where
-// there is no instruction for it (before compute capability 8.9). The instruction rounds to nearest
-// even and saturates, infinities included; NaN becomes 0x7f (and is positive after any arithmetic,
-// such as the multiplication by a scale). The first value is the lowest byte: what a little-endian
-// store puts first in memory.
+// The codes are those of E4M3::encode and E5M2::encode (core/float8.h), which run on GPUs that lack
+// the instruction (before compute capability 8.9). The instruction rounds to nearest even and
+// saturates, infinities included; NaN becomes 0x7f (and is positive after any arithmetic, such as
+// the multiplication by a scale). The first value is the lowest byte, which a little-endian store
+// puts first in memory.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -20,7 +20,8 @@ template <class Fp8>
 inline constexpr __nv_fp8_interpretation_t kInterpretation =
     std::is_same_v<Fp8, E4M3> ? __NV_E4M3 : __NV_E5M2;
 
-// One piece of assembly, so that the second conversion merges into the first's register.
+// One asm statement, so that the second conversion can write into the other half of the register
+// that holds the first result.
 template <class Fp8>
 __device__ __forceinline__ uint32_t encode4(float a, float b, float c, float d) {
   uint32_t codes = 0;
@@ -56,7 +57,7 @@ __device__ __forceinline__ uint2 encode8(const float (&value)[8], float scale, b
   return e5m2 ? encode8<E5M2>(value, scale) : encode8<E4M3>(value, scale);
 }
 
-// Both formats are subsets of fp16, so the way through it is exact.
+// Decodes two codes by way of fp16. This is exact: each value of both formats is a value of fp16.
 template <class Fp8>
 __device__ __forceinline__ float2 decode2(uint32_t codes) {
   const auto pair = static_cast<__nv_fp8x2_storage_t>(codes);

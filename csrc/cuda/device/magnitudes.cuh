@@ -1,11 +1,12 @@
-// The largest magnitudes of packed values, without unpacking them. NaN loses against any number.
+// The largest magnitudes of packed values, without unpacking them. The maximum of NaN and a number
+// is the number.
 #pragma once
 
 #include "cuda/device/vector.cuh"
 
 namespace te::cuda {
 
-// A word is one fp32 value or two neighbours of 16 bits.
+// Clears the signs in a word, which is one fp32 value or two neighbouring 16-bit values.
 template <class T>
 __device__ __forceinline__ uint32_t magnitude_word(uint32_t word) {
   return word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu);
@@ -23,7 +24,7 @@ __device__ __forceinline__ uint32_t max_word(uint32_t a, uint32_t b) {
   return result;
 }
 
-// The words of eight neighbours' magnitudes.
+// The magnitudes of eight neighbouring values, packed in words.
 template <class T>
 struct OctetMagnitudes {
   static constexpr int kWords = 2 * static_cast<int>(sizeof(T));

@@ -16,8 +16,8 @@ static_assert(kTile / 8 * kOctetsPerRow == kTileThreads);
 struct TileBlock {
   int64_t start;   // index of the tile's first element
   int pitch;       // elements from row to row
-  int rows, cols;  // of the tile that exist
-  int row, col;    // of the thread's block within the tile
+  int rows, cols;  // rows and columns of the tile that exist
+  int row, col;    // first row and column of the thread's block, in the tile
 
   __device__ __forceinline__ TileBlock(TilePlace tile, int64_t matrix_rows, int matrix_cols)
       : TileBlock(tile, matrix_rows, matrix_cols, matrix_cols) {}
@@ -30,8 +30,9 @@ struct TileBlock {
         row(static_cast<int>(threadIdx.x / kOctetsPerRow * 8)),
         col(static_cast<int>(threadIdx.x % kOctetsPerRow * 8)) {}
 
-  // Row i of the block. What lies behind the end of the matrix reads as a copy of its last row or
-  // its last `width` columns: no branch, no other value, nothing that is ever stored.
+  // Row i of the block, to read from. Beyond the end of the matrix it is the last row, or starts at
+  // the last `width` columns. So reads need no branch and find no value that is not in the matrix,
+  // and results from there are never stored.
   template <class T>
   __device__ __forceinline__ const T* row_or_last(const T* matrix, int i, int width) const {
     // In bytes, so that each row costs one wide multiply-add.
@@ -44,11 +45,12 @@ struct TileBlock {
     return matrix + start + col + int64_t{row + i} * pitch;
   }
   __device__ __forceinline__ bool has_row(int i) const { return row + i < rows; }
-  // Columns from the block's first to the end of the tile; 0 or less where the block lies outside.
+  // The number of columns from the block's first to the end of the tile; 0 or less if the block
+  // lies outside.
   __device__ __forceinline__ int width() const { return cols - col; }
 };
 
-// The limits of the grid and of 32-bit row lengths.
+// Whether the grid and the row lengths, which are 32-bit numbers, stay within their limits.
 inline bool tiles_can_walk(const TileWalk& walk, int64_t cols) {
   return cols < (1 << 29) && walk.grid_y() <= 65535;
 }

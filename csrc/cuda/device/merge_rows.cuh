@@ -1,8 +1,10 @@
-// How rows of statistics (core/moments.h) become one: warps of a block, and the blocks of a grid,
-// whose last one merges what all have left, always in the same order.
+// Reduces rows of statistics (core/moments.h) over a grid, in one launch. The warps of a block
+// merge their rows in shared memory, the block writes the result to global memory, and the last
+// block to finish merges the results of all blocks. The order of the merges is always the same, and
+// so is the result.
 //
-// A row on its way is a few fields of float64, some of which add up, while of the others the least
-// counts. Each warp reduces a field of its own.
+// Here a row is a list of float64 fields: first those that are summed, then those of which the
+// minimum is taken (a maximum is negated). Each warp reduces fields of its own.
 #pragma once
 
 #include "core/moments.h"
@@ -16,8 +18,8 @@ template <class Row>
 struct RowSink {
   Row* row = nullptr;
   const int* active = nullptr;
-  unsigned* ticket = nullptr;  // the workspace: a counter, then the fields of all blocks
-  double* fields = nullptr;    // [field][kMomentsBlocks]
+  unsigned* ticket = nullptr;  // start of the workspace, a counter of finished blocks
+  double* fields = nullptr;    // [field][kMomentsBlocks]: the results of the blocks
 
   __device__ __forceinline__ bool is_idle() const { return active && *active == 0; }
 };
@@ -49,8 +51,8 @@ __device__ __forceinline__ MomentSums warp_add(const MomentSums& sums) {
           warp_add(sums.infs)};
 }
 
-// Values of a field, which are value(i) for i < count, a warp's lanes taking turns; the result is
-// that of all lanes.
+// Reduces value(0) to value(count - 1), one field of `count` rows, to their sum or minimum. The
+// lanes of a warp take the values in turn, and all lanes get the result.
 template <int kMost, class F>
 __device__ __forceinline__ double merge_field(bool adds, int count, F&& value) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -70,7 +72,8 @@ __device__ __forceinline__ double merge_field(bool adds, int count, F&& value) {
   return warp_min(mine[0]);
 }
 
-// Whoever draws the last ticket sees what the others' blocks have written before their barrier.
+// Draws the next number. The block that draws the last one sees what the other blocks have written
+// before the barrier that precedes their draw.
 __device__ __forceinline__ unsigned draw(unsigned* ticket) {
   unsigned drawn;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
@@ -80,9 +83,9 @@ __device__ __forceinline__ unsigned draw(unsigned* ticket) {
   return drawn;
 }
 
-// Ends a kernel: the last block merges what all warps have found. Every thread calls it with its
-// warp's fields, of which the first kSums add up; then finish(fields of the grid, row) is called by
-// one thread, to merge them into the row of the sink.
+// Ends a kernel: the last block merges the fields of all warps. Every thread calls it with the
+// fields of its warp, the first kSums of which are summed. Then one thread calls finish(fields of
+// the grid, row), which merges them into `row`, a copy of the sink's row that is written back.
 template <int kWarps, int kSums, int kFields, class Row, class F>
 __device__ __forceinline__ void merge_grid(const double (&of_warp)[kFields],
                                            const RowSink<Row>& sink, F&& finish) {
@@ -93,7 +96,7 @@ __device__ __forceinline__ void merge_grid(const double (&of_warp)[kFields],
   __shared__ Row row;
   __shared__ bool is_last;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // The compiler then knows that a warp does not part.
+  // A shuffle tells the compiler that the number is the same in all lanes: no warp diverges.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (lane == 0) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// MomentSums on their way between warps, blocks and grids: fields that add up, and behind them
-// those of which the least counts. Their number is known without them.
+// MomentSums as a list of fields (merge_rows.cuh), to be merged over warps, blocks and groups of
+// blocks: first the fields that are summed, then those of which the minimum is taken. The count of
+// elements is not in the list, because whoever reads it knows the count.
 #pragma once
 
 #include "core/moments.h"

@@ -1,11 +1,11 @@
-// The work of a block in norm_backward.cu. A group of threads owns one row of each batch, and a
-// thread the same columns of all rows, so that it keeps their dgamma and dbeta in registers. Of a
-// batch
-//   pass 1 adds to dgamma and dbeta and finds the two means that dx needs,
+// The work of a block in norm_backward.cu. A batch has one row for each group of threads. A thread
+// handles the same columns in all batches, so that it sums dgamma and dbeta of these columns in
+// registers. For each batch,
+//   pass 1 adds to dgamma and dbeta and computes the two means that dx needs,
 //   pass 2 reads the values again and writes dx.
-// Batches come into shared memory by asynchronous copies, a few batches ahead. The sums of a row
-// meet within a block by a barrier, within a cluster by asynchronous stores into each other's
-// shared memory.
+// Asynchronous copies bring the batches into shared memory, a few batches ahead. The sums of a row
+// are combined in shared memory: within a block after a barrier, within a cluster after
+// asynchronous stores by which the blocks send their sums to each other.
 #pragma once
 
 #include "cuda/device/cluster.cuh"
@@ -24,22 +24,23 @@ struct Problem : NormBackwardProblem {
   int stages = 0;
 };
 
-// What the groups of a block share besides the stages.
+// Shared memory of a block besides the stages, each of which holds a batch.
 struct Shared {
-  uint64_t arrived[kBackwardStages];  // copies of a stage
-  uint64_t summed[2];                 // sums of a batch from the whole cluster; taking turns
-  // Of each group, from each warp of each block of the cluster: {sum of g dy xhat, sum of g dy}.
-  // Groups times warps is at most the number of warps of a block.
+  uint64_t arrived[kBackwardStages];  // complete when the copies into a stage are
+  uint64_t summed[2];                 // complete when the sums of a batch are there; used in turn
+  // For each group of threads, the sums of each of its warps in each block of the cluster: {sum of
+  // g dy xhat, sum of g dy}, where g is gamma. Groups times warps is at most the number of warps of
+  // a block.
   float2 slots[2][kMaxSlots];
 };
 
 template <class In, class Gradient, NormKind kKind, int kPacks>
 class Worker {
   static constexpr bool kCentered = kKind == NormKind::LayerNorm;
-  static constexpr int kWidth = sizeof(In) + sizeof(Gradient) == 4 ? 8 : 4;  // of a pack
+  static constexpr int kWidth = sizeof(In) + sizeof(Gradient) == 4 ? 8 : 4;  // values of a pack
 
  public:
-  // `memory`: shared; the stages, then gamma in fp32.
+  // `memory`: shared memory for the stages, followed by gamma in fp32.
   __device__ __forceinline__ Worker(const Problem& problem, Shared& shared, uint8_t* memory)
       : p(problem),
         shared_(shared),
@@ -53,8 +54,9 @@ class Worker {
     const int batches = (p.rows + groups() - 1) / groups();
     const int first = static_cast<int>(blockIdx.x) / p.cluster;
     init_barriers();
-    // Gamma goes ahead of copies that are not wanted yet; a cluster meets before it copies, because
-    // its barrier would wait for them.
+    // Gamma is loaded before the copies of later batches are started, which are less urgent. The
+    // blocks of a cluster meet before they start any copy, because a barrier of the cluster would
+    // wait for the copies.
     const int early = p.cluster == 1 ? 1 : 0;
     if (early && first < batches) fetch(first, 0);
     load_statistics(first);
@@ -73,7 +75,7 @@ class Worker {
       float2 sums{0.0f, 0.0f};
       if (has_row) sums = add_row(stage, mean, rstd);
       sums = sum_over_cluster(sums, turn, turn_phase);
-      // Everyone is past the batch before this one: its stage takes the next batch to come.
+      // All threads have finished the previous batch, so its stage can take the next one to load.
       const int coming = batch + (p.stages - 1) * clusters;
       if (batch != first && coming < batches) fetch(coming, stage == 0 ? p.stages - 1 : stage - 1);
       if (has_row) write_row(stage, batch * groups() + group(), mean, rstd, sums);
@@ -103,7 +105,7 @@ class Worker {
   __device__ __forceinline__ int stage_bytes() const {
     return x_bytes() * (p.residual_grad ? 2 : 1) + dy_bytes();
   }
-  // Columns of pack j of this thread start at column(j) of the block's, if has(j).
+  // Pack j of this thread starts at column(j) of the block's columns, if has(j).
   __device__ __forceinline__ static int column(int j) {
     return (thread() + j * row_threads()) * kWidth;
   }
@@ -117,7 +119,7 @@ class Worker {
     load_values<T>(row + column(j) * static_cast<int>(sizeof(T)), values);
   }
 
-  // By the warp that starts the copies.
+  // The warp that starts the copies initialises the barriers.
   __device__ __forceinline__ void init_barriers() const {
     if (group() != 0 || thread() >= 32) return;
     if (thread() == 0) {
@@ -138,7 +140,7 @@ class Worker {
     }
   }
 
-  // Behind it everyone has gamma and knows the barriers, in the whole cluster.
+  // A barrier of the whole cluster. After it all threads see gamma and the initialised mbarriers.
   __device__ __forceinline__ void meet() const {
     __syncthreads();
     if (p.cluster == 1) return;
@@ -146,8 +148,8 @@ class Worker {
     cluster_wait();
   }
 
-  // Gamma lies in quads: the first quads of all packs, then the second ones, so that neighbouring
-  // threads read neighbouring quads.
+  // Gamma is stored in quads of four values: the first quads of all packs, then the second ones, so
+  // that neighbouring threads read neighbouring quads.
   __device__ __forceinline__ float* gamma_at(int col) const {
     const int pack = col / kWidth, quad = col % kWidth / 4;
     return gamma_ + (quad * (p.width / kWidth) + pack) * 4 + col % 4;
@@ -162,15 +164,16 @@ class Worker {
     }
   }
 
-  // Of this thread's row in a batch; rows behind the last are never used.
+  // Loads the statistics of this thread's row in a batch. If there is no such row, those of the
+  // last row are loaded and never used.
   __device__ __forceinline__ void load_statistics(int batch) {
     const int row = min(batch * groups() + group(), p.rows - 1);
     if constexpr (kCentered) next_mean_ = p.mean[row];
     next_rstd_ = p.rstd[row];
   }
 
-  // One warp starts the copies of a batch into a stage: whole rows lie behind each other and are
-  // one copy a tensor, parts of rows are one each.
+  // One warp starts the copies of a batch into a stage. Whole rows are contiguous, so that each
+  // tensor is one copy. If blocks share rows, each row of a tensor is one copy.
   __device__ __forceinline__ void fetch(int batch, int stage) const {
     if (group() != 0 || thread() >= 32) return;
     const int row = batch * groups(), rows = min(p.rows - row, groups());
@@ -196,7 +199,7 @@ class Worker {
     });
   }
 
-  // x - mean, dy and g of pack j.
+  // x - mean (LayerNorm) or x (RMSNorm), dy and gamma of pack j.
   struct Terms {
     float x[kWidth], dy[kWidth], gamma[kWidth];
   };
@@ -232,8 +235,8 @@ class Worker {
     return sums;
   }
 
-  // Sums over half a warp's lanes at a time: one tree for two values. Lane 0 gets the first, lane
-  // 16 the second; then all get both.
+  // Finishes two sums over a warp by one tree of shuffles: the lower 16 lanes hold terms of the
+  // first sum, the upper 16 those of the second. All lanes get both.
   __device__ __forceinline__ static float2 finish_sums(float half) {
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2)
@@ -247,8 +250,8 @@ class Worker {
     return finish_sums((upper ? sums.y : sums.x) + other);
   }
 
-  // Sums over all threads of the group in all blocks of the cluster. Also a barrier: nobody leaves
-  // before everyone has come.
+  // Returns the sums over all threads of the group, in all blocks of the cluster. It is also a
+  // barrier: no thread returns before all have called it.
   __device__ __forceinline__ float2 sum_over_cluster(float2 sums, int turn, uint32_t phase) const {
     sums = sum_over_warp(sums);
     const int warps = row_threads() / 32, lane = thread() % 32;
@@ -300,8 +303,8 @@ class Worker {
     }
   }
 
-  // The groups leave their sums in what were the stages; then threads add those of a few columns,
-  // in the order of the groups.
+  // Writes the block's sums of dgamma and dbeta. The groups store their sums in shared memory, over
+  // the stages; then each thread adds up a few columns, in the order of the groups.
   __device__ __forceinline__ void write_partials(int cluster) const {
     constexpr int kVectors = kCentered ? 2 : 1;
     float* sums = reinterpret_cast<float*>(stages_);
@@ -344,7 +347,7 @@ class Worker {
   int rank_, columns_;
   float next_mean_ = 0.0f, next_rstd_ = 0.0f;
   float dgamma_[kPacks][kWidth] = {};
-  float dbeta_[kPacks][kWidth] = {};  // stays unused, and in no register, in RMSNorm
+  float dbeta_[kPacks][kWidth] = {};  // unused in RMSNorm, and then in no register
 };
 
 }  // namespace te::cuda::norm_batches

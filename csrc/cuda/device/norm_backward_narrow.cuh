@@ -1,6 +1,7 @@
-// The work of a block in norm_backward_narrow.cu. A warp, or a part of one, holds a row of x and dy
-// in registers, one pack a lane, and its lanes keep dgamma and dbeta of their columns. The next row
-// is loaded as soon as this one is converted, and nobody waits for others before the end.
+// The work of a block in norm_backward_narrow.cu. A warp, or a part of a warp, handles one row of x
+// and dy in registers, one pack per lane, and each lane sums dgamma and dbeta of its columns over
+// many rows. The next row is loaded as soon as the current one is converted to fp32. Warps do not
+// wait for each other until they add up dgamma and dbeta at the end.
 #pragma once
 
 #include "cuda/device/norm_row.cuh"
@@ -11,10 +12,10 @@ namespace te::cuda::norm_narrow {
 template <class In, class Gradient, NormKind kKind>
 class Worker {
   static constexpr bool kCentered = kKind == NormKind::LayerNorm;
-  static constexpr int kWidth = sizeof(In) + sizeof(Gradient) == 4 ? 8 : 4;  // of a pack
+  static constexpr int kWidth = sizeof(In) + sizeof(Gradient) == 4 ? 8 : 4;  // values of a pack
 
  public:
-  // `sums`: shared, fp32; `cols` for each warp.
+  // `sums`: shared memory, `cols` fp32 numbers for each warp.
   __device__ __forceinline__ Worker(const NormBackwardProblem& problem, float* sums)
       : p(problem),
         sums_(sums),
@@ -44,7 +45,8 @@ class Worker {
   }
 
  private:
-  // Normalised x, and dy (then g dy), which is zero in lanes behind the last column.
+  // The normalised x, and dy, which add() multiplies by gamma. Lanes beyond the last column have a
+  // dy of zero.
   struct Row {
     float rstd, xhat[kWidth], dy[kWidth];
   };
@@ -54,7 +56,7 @@ class Worker {
     return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
   }
 
-  // Rows behind the last one are loaded as the last one, and not used.
+  // Beyond the last row, the last one is loaded and not used.
   __device__ __forceinline__ int64_t place(int row) const {
     return int64_t{min(row, p.rows - 1)} * p.cols + column_;
   }
@@ -98,8 +100,8 @@ class Worker {
     return row;
   }
 
-  // Adds a row to dgamma and dbeta, and replaces dy by g dy. Returns {sum of g dy xhat, sum of
-  // g dy} of this lane.
+  // Adds a row to dgamma and dbeta, and replaces dy by g dy (g: gamma). Returns {sum of g dy xhat,
+  // sum of g dy} of this lane.
   __device__ __forceinline__ float2 add(Row& row) {
     float2 sums{0.0f, 0.0f};
 #pragma unroll
@@ -113,7 +115,8 @@ class Worker {
     return sums;
   }
 
-  // Rows of a warp may differ in whether they exist: only the lanes of one row meet.
+  // The shuffles include only the lanes of one row: other rows of the warp may not exist, and their
+  // lanes have left the loop.
   __device__ __forceinline__ static float2 sum_over_row(float2 sums) {
     const unsigned first = static_cast<unsigned>(thread()) % 32 / blockDim.x * blockDim.x;
     const unsigned mask = (0xffffffffu >> (32 - blockDim.x)) << first;
@@ -145,8 +148,8 @@ class Worker {
     store_values<In>(static_cast<In*>(p.dx) + place(number), values);
   }
 
-  // Rows of a warp add their sums by shuffles; then threads add those of all warps for a few
-  // columns, in order.
+  // Writes the block's sums of dgamma or dbeta. Shuffles add up the rows of a warp; then each
+  // thread adds up the warps for a few columns, in order.
   __device__ __forceinline__ void write_partials(float (&sums)[kWidth], float* out) const {
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
@@ -180,7 +183,7 @@ class Worker {
   Packed<Gradient, kWidth> dy_;
   float gamma_[kWidth] = {};
   float dgamma_[kWidth] = {};
-  float dbeta_[kWidth] = {};  // stays unused, and in no register, in RMSNorm
+  float dbeta_[kWidth] = {};  // unused in RMSNorm, and then in no register
 };
 
 }  // namespace te::cuda::norm_narrow

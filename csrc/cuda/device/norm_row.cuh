@@ -12,7 +12,8 @@
 
 namespace te::cuda {
 
-// Two neighbours of 16 bits as fp32; bf16 costs one instruction each.
+// Two neighbouring 16-bit values as fp32. A bf16 value takes one instruction: its bits are the
+// upper half of an fp32 value.
 template <class T>
 __device__ __forceinline__ float2 pair_of(uint32_t word) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -40,7 +41,7 @@ struct Packed {
     }
   }
 
-  // The same from global memory where the compiler cannot see that it is.
+  // The same from global memory, for pointers of which the compiler cannot tell where they point.
   __device__ __forceinline__ void load_global(const void* from) {
     using Bits = AccessOf<uint32_t, kWide>;
 #pragma unroll
@@ -52,8 +53,9 @@ struct Packed {
     }
   }
 
-  // Keeps what it holds unless `wanted`; predicated, because a branch would cost moves. kPastL1:
-  // leaves the L1 cache to gamma and beta, which a block that stays reads for every row.
+  // Loads if `wanted`, else keeps the old values. The load is predicated, because a branch would
+  // cost moves between registers. kPastL1: the load bypasses the L1 cache, to leave it to gamma and
+  // beta, which a persistent block reads for every row.
   template <bool kPastL1>
   __device__ __forceinline__ void load_where(const void* from, bool wanted) {
     static_assert(kWords == 4);
@@ -91,7 +93,8 @@ struct Packed {
     }
   }
 
-  // Makes the compiler convert anew instead of keeping N fp32 values alive across a reduction.
+  // Makes the compiler convert the values again, instead of keeping N fp32 values in registers
+  // across a reduction.
   __device__ __forceinline__ void stay_packed() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
@@ -105,7 +108,7 @@ __device__ __forceinline__ void load_values(const void* from, float (&values)[N]
   packed.convert(values);
 }
 
-// To global memory.
+// Rounds the values to T and stores them in global memory.
 template <class T, int N>
 __device__ __forceinline__ void store_values(void* to, const float (&values)[N]) {
   constexpr int kWidth = N * sizeof(T) > 16 ? 16 / sizeof(T) : N;
@@ -118,7 +121,7 @@ __device__ __forceinline__ void store_values(void* to, const float (&values)[N])
   }
 }
 
-// f(Tag<T>) for a dtype that is the same in the whole launch: a uniform branch.
+// Calls f(Tag<T>) for a dtype that is the same in the whole launch, so that no warp diverges.
 template <class F>
 __device__ __forceinline__ void with_dtype(DType dtype, F&& f) {
   if (dtype == DType::BFloat16)
@@ -137,8 +140,9 @@ __device__ __forceinline__ float sum_of(const float (&values)[N], Term&& term) {
   return sum;
 }
 
-// (x - mean) * rstd in one instruction. What it loses to a large mean is below the rounding of
-// 16-bit values; fp32 values are centred first.
+// Computes (x - mean) * rstd in one instruction, as x * rstd - mean * rstd. What this loses with a
+// large mean is less than the rounding of 16-bit values; of fp32 values callers subtract the mean
+// first.
 struct Standardised {
   float rstd, shift;
   __device__ __forceinline__ Standardised(float mean, float scale)
@@ -147,10 +151,11 @@ struct Standardised {
 };
 
 // Sums over the threads of one row: 8 or 16 lanes, a warp, or a whole block of warps (then all
-// threads of the block call). Two sets of slots take turns, so that one barrier a sum is enough.
+// threads of the block call). Two sets of slots are used in turn, so that each sum needs one
+// barrier only.
 class RowSum {
  public:
-  static constexpr int kQuads = 9;  // four warps each, and room for the zeros behind 32 warps
+  static constexpr int kQuads = 9;  // sums of four warps each; one more for zeros after 32 warps
   using Slots = float4[2][kQuads];
 
   __device__ __forceinline__ explicit RowSum(Slots& slots)
@@ -158,7 +163,8 @@ class RowSum {
         mine_(reinterpret_cast<float*>(slots[0]) + threadIdx.x / 32),
         warps_(static_cast<int>(blockDim.x) / 32) {
     if (warps_ <= 1) return;
-    // The last quad may lack warps. The barrier of the first sum comes before anyone reads.
+    // The last quad may have fewer than four warps, so three zeros follow the sums. The barrier of
+    // the first sum makes them visible.
     if (threadIdx.x < 6) {
       auto* turn = reinterpret_cast<float*>(slots[threadIdx.x / 3]);
       turn[warps_ + static_cast<int>(threadIdx.x) % 3] = 0.0f;
@@ -182,7 +188,7 @@ class RowSum {
   }
 
  private:
-  // Rows of a warp may differ in whether they exist: only the lanes of one row meet.
+  // The shuffles include only the lanes of one row, because other rows of the warp may not exist.
   __device__ __forceinline__ static float sum_of_lanes(float value) {
     const unsigned lanes = blockDim.x, first = threadIdx.y * lanes % 32;
     const unsigned mask = ((1u << lanes) - 1) << first;
@@ -195,7 +201,7 @@ class RowSum {
   const float4* quads_;
   float* mine_;
   int warps_;
-  int turn_ = 0;  // counted in quads
+  int turn_ = 0;  // offset of the set in use, counted in quads
 };
 
 }  // namespace te::cuda

@@ -1,13 +1,14 @@
-// The work of a warp in norm_tiles.cu. A cluster of blocks stays and takes tile after tile of whole
-// rows. A step is a block's part of a tile, or a part of that; two groups of warps take the steps
-// in turn. Shared memory is a ring of steps, refilled by copies that run while others are computed.
-//   1. A warp waits for its 8 rows and 256 columns of a step, finds their mean and squares, and
-//      sends them to all blocks of the cluster. This it does one step ahead, so that nobody waits
-//      for others' sums.
-//   2. It merges the parts of its rows once those of all warps of the cluster have come.
-//   3. It reads its values again, writes row-wise codes from registers, and leaves the codes in a
-//      tile over the values its group has read; the group writes the tile's columns and refills
-//      the step.
+// The work of a warp in norm_tiles.cu. The kernel is persistent: a cluster of blocks takes one tile
+// of whole rows after another. Each block has some columns of the tile. It handles them in one step
+// or several, each by one of the two groups of warps of the block, in turn. Shared memory is a ring
+// of steps, which copies refill while other steps are computed.
+//   1. A warp waits for its 8 rows and 256 columns of a step, computes mean and sum of squares of
+//      each row's part, and sends them to all blocks of the cluster. If there is room, it does so
+//      one step ahead, so that no warp waits for the sums of others.
+//   2. It merges the parts of its rows once those of all warps of the cluster have arrived.
+//   3. It reads its values again, writes row-wise codes from registers, and puts the codes into a
+//      CodeTile, which overwrites the values that its group has read. The group writes the columns
+//      of that tile and refills the step.
 // A lane has 8 x 8 values of a step, the block that CodeTile takes.
 #pragma once
 
@@ -19,14 +20,14 @@
 
 namespace te::cuda::norm_tiles {
 
-// Keeps what is computed from it inside the loop: addresses of one step that are the same in all of
-// them would fill the registers.
+// Hides the origin of a number from the compiler, so that what is computed from it stays inside the
+// loop. Otherwise addresses that are the same in all steps would fill the registers.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Of a lane's 8 columns.
+// Gamma and beta of a lane's 8 columns.
 struct Affine {
   float gamma[8], beta[8];
 };
@@ -41,11 +42,11 @@ class Worker {
   static_assert(kColumnWarps * Tile::kBytes <= kStepElements * static_cast<int>(sizeof(In)));
 
  public:
-  // `memory`: shared, norm_tiles_bytes.
+  // `memory`: shared memory, norm_tiles_bytes().
   __device__ __forceinline__ Worker(const Problem& problem, Shared& shared, uint8_t* memory)
       : p(problem), sums_(problem, shared, memory) {}
 
-  // By all threads of the block.
+  // All threads of the block call it.
   __device__ __forceinline__ void init_barriers() const {
     ring().init_barriers();
     if (threadIdx.x == 0) sums_.init_barriers();
@@ -58,19 +59,19 @@ class Worker {
   __device__ __forceinline__ float run(Gathered& moments) const {
     ring().fill();
     const float scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0);
-    if (p.policy.cluster > 1) cluster_wait();  // everyone's barriers are there
+    if (p.policy.cluster > 1) cluster_wait();  // all blocks have initialised their barriers
     const int ahead = p.policy.ahead ? 1 : 0;
     int sent = 0, written = 0;
     float amax = 0.0f;
     Step unsent = ring().first();
     for (Step step = ring().first(); ring().exists(step); step = ring().next(step), ++written) {
-      // All of a tile, before anyone waits for them.
+      // All sums of a tile are sent before this warp waits for those of others.
       for (; ring().exists(unsent) && (sent <= written + ahead || unsent.tile == step.tile);
            ++sent) {
         sums_.send(unsent);
         unsent = ring().next(unsent);
       }
-      const Affine affine = load_affine(step);  // comes while sums are waited for
+      const Affine affine = load_affine(step);  // these loads run while it waits for sums
       sums_.merge(step);
       amax = fmaxf(amax, write_results(step, scale, affine, moments));
       ring().refill(step);
@@ -78,7 +79,7 @@ class Worker {
     return amax;
   }
 
-  // Of the warp, whose columns are whole units.
+  // Returns the moments of the warp's results. Rows must be whole units of 256 columns.
   __device__ __forceinline__ MomentSums moments(const PackedMoments<In, double>& gathered) const {
     MomentSums sums = gathered.warp_sums();
     if (!gathered.is_exact(sums)) sums = exact_moments();
@@ -140,7 +141,8 @@ class Worker {
     uint8_t* to = p.fp8.rowwise + ring().row(step) * p.cols + ring().column(step);
     const int stored = p.fp8.rowwise ? rows : 0;
     float amax = 0.0f;
-    // All are read before any is written: the compiler cannot tell one memory from the other.
+    // All rows are read before any is written: the compiler cannot tell that the stores do not
+    // change what is read.
     Packed<In, 8> x[kUnitRows];
 #pragma unroll
     for (int r = 0; r < kUnitRows; ++r) x[r].load(ring().values(step, r));
@@ -163,8 +165,9 @@ class Worker {
     return amax;
   }
 
-  // In fp64, from the tensors in memory: the ring holds other steps by now. Behind a barrier of the
-  // cluster, which has written mean and rstd.
+  // Returns the moments of the warp's results, summed in fp64. The ring holds other steps by now,
+  // so x is read from global memory again. A barrier of the cluster must come first, because its
+  // blocks have written mean and rstd.
   __device__ __forceinline__ MomentSums exact_moments() const {
     MomentSums sums = MomentSums::empty();
     for (Step step = ring().first(); ring().exists(step); step = ring().next(step)) {
@@ -184,7 +187,7 @@ class Worker {
     return warp_add(sums);
   }
 
-  // Computed again: rarely asked for together with codes.
+  // Writes y in the dtype of x. write_codes computes the same values again: few calls ask for both.
   __device__ __forceinline__ void write_plain(const Step& step, const Affine& affine) const {
     const int rows = ring().rows(step);
     In* to = static_cast<In*>(p.y) + ring().row(step) * p.cols + ring().column(step);
@@ -197,7 +200,8 @@ class Worker {
     }
   }
 
-  // All threads of the group. The tile lies over this step's values, which nobody reads any more.
+  // Writes the codes of a step by columns. All threads of the group call it. The tile of codes
+  // overwrites the values of this step, which no thread reads any more after the first barrier.
   __device__ __forceinline__ void write_columns(const Step& step, const CodeBlock& codes) const {
     const int thread = opaque(static_cast<int>(threadIdx.x) % kGroupThreads);
     auto* memory = reinterpret_cast<uint8_t*>(ring().values(step));

@@ -1,5 +1,5 @@
-// The ring of steps in norm_tiles.cu: what a block of the cluster, and each of its warps, takes of
-// the matrix, and the copies that bring it.
+// The ring of steps in norm_tiles.cu: which part of the matrix a block of the cluster, and each of
+// its warps, handles in a step, and the copies that load it.
 #pragma once
 
 #include "cuda/device/async_copy.cuh"
@@ -11,7 +11,7 @@
 namespace te::cuda::norm_tiles {
 
 constexpr int kGroups = kNormTileGroups;
-constexpr int kWarps = 8;  // of a group
+constexpr int kWarps = 8;  // warps of a group
 constexpr int kGroupThreads = 32 * kWarps;
 constexpr int kThreads = kGroups * kGroupThreads;
 constexpr int kUnitRows = 8;  // a warp's part of a step is 8 rows of 256 columns
@@ -39,18 +39,19 @@ struct Problem {
 };
 
 struct Shared {
-  uint64_t arrived[kNormTileSlots][kWarps];        // the copies of a warp's part of a step
-  uint64_t summed[kNormPartTiles];                 // the parts of a tile's sums, from all blocks
+  uint64_t arrived[kNormTileSlots][kWarps];  // complete when a warp's part of a step is loaded
+  uint64_t summed[kNormPartTiles];           // complete when all sums of a tile are there
   float2 statistics[kGroups * kWarps][kUnitRows];  // mean and rstd of a warp's rows
   float amaxes[kGroups * kWarps];
 };
 
-// A step of this block: the tile, counted by the cluster, and where it lies in the ring.
+// A step of this block: the tile, counted among those of the cluster; the number of the step in the
+// tile; the slot of the ring, and how often the ring has wrapped around, modulo 2.
 struct Step {
   int tile = 0, of_tile = 0, slot = 0;
   uint32_t phase = 0;
 
-  // `count` steps on.
+  // The step that follows `count` steps later.
   __device__ __forceinline__ Step plus(int count, const NormTilesPolicy& policy) const {
     Step next{tile, of_tile + count, slot + count, phase};
     for (; next.of_tile >= policy.steps; next.of_tile -= policy.steps) ++next.tile;
@@ -59,7 +60,7 @@ struct Step {
   }
 };
 
-// The part of it that one warp has: 8 rows and 256 columns of every second step.
+// The ring as one warp sees it: 8 rows and 256 columns of every second step.
 template <class In, int kRows>
 class Ring {
  public:
@@ -80,7 +81,7 @@ class Ring {
     return static_cast<int>(threadIdx.x) / kGroupThreads;
   }
   __device__ __forceinline__ int lane() const { return lane_; }
-  __device__ __forceinline__ int warp() const { return warp_; }  // of the group
+  __device__ __forceinline__ int warp() const { return warp_; }  // number in the group
 
   // Steps of this warp's group.
   __device__ __forceinline__ Step first() const { return Step{}.plus(group(), p.policy); }
@@ -102,18 +103,18 @@ class Ring {
   __device__ __forceinline__ int rows(const Step& step) const {
     return static_cast<int>(max(min(p.rows - row(step), int64_t{kUnitRows}), int64_t{0}));
   }
-  // Which 256 columns these are, of all that the blocks of the cluster share.
+  // The number of the warp's unit of 256 columns, in a row that the blocks of the cluster share.
   __device__ __forceinline__ int unit(const Step& step) const {
     return (rank_ * p.policy.steps + step.of_tile) * kColumnWarps + warp_ / kRowGroups;
   }
   __device__ __forceinline__ int units() const {
     return p.policy.cluster * p.policy.steps * kColumnWarps;
   }
-  // Columns of a unit that exist.
+  // The number of columns of a unit that exist.
   __device__ __forceinline__ int columns(int unit) const {
     return max(min(p.cols - unit * kUnitCols, kUnitCols), 0);
   }
-  // The lane's eight columns.
+  // Whether the lane's eight columns exist, and the first of them.
   __device__ __forceinline__ bool has_columns(const Step& step) const {
     return lane_ * 8 < columns(unit(step));
   }
@@ -121,7 +122,7 @@ class Ring {
     return unit(step) * kUnitCols + lane_ * 8;
   }
 
-  // Memory of a step, and the lane's values of a row of this warp in it.
+  // The memory of a step, and in it the lane's values in row r of this warp.
   __device__ __forceinline__ In* values(const Step& step) const {
     return values_ + int64_t{step.slot} * kStepElements;
   }
@@ -129,7 +130,7 @@ class Ring {
     return values(step) + (warp_ * kUnitRows + r) * kUnitCols + lane_ * 8;
   }
 
-  // By all threads of the block, before anything else.
+  // All threads of the block call it, before anything else.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kCopying = 32;
     if (group() != 0 || lane_ != 0) return;
@@ -140,7 +141,7 @@ class Ring {
   __device__ __forceinline__ void fill() const {
     for (Step step = first(); step.phase == 0 && exists(step); step = next(step)) load(step);
   }
-  // Behind the last reader of a step's memory, in the group.
+  // Loads the next step that uses the memory of `step`. The group must have read that memory.
   __device__ __forceinline__ void refill(const Step& step) const {
     const Step coming = step.plus(p.policy.slots, p.policy);
     if (exists(coming)) load(coming);
@@ -150,8 +151,8 @@ class Ring {
   }
 
  private:
-  // Each lane copies its columns: the copy engine wants a row at a time of each warp, and more
-  // instructions for it than these copies are.
+  // Each lane copies its own columns. Bulk copies would take one for each row of a warp, with more
+  // instructions than these copies need.
   __device__ __forceinline__ void load(const Step& step) const {
     const int rows = has_columns(step) ? this->rows(step) : 0;
     const In* from = static_cast<const In*>(p.x) + row(step) * p.cols + column(step);

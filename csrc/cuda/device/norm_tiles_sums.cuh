@@ -9,14 +9,14 @@
 
 namespace te::cuda::norm_tiles {
 
-// Sum over the four lanes that look after one row.
+// The sum over the four lanes of one row.
 __device__ __forceinline__ float sum_of_four(float value) {
   value += __shfl_xor_sync(0xffffffffu, value, 2);
   return value + __shfl_xor_sync(0xffffffffu, value, 1);
 }
 
-// Sums of eight rows over lanes that are four or a multiple of four apart; lane l gets that of row
-// l / 4. Each exchange halves the rows that a lane keeps: 7 shuffles instead of 24.
+// Sums of eight rows, each over the eight lanes with the same lane % 4; lane l gets that of row l /
+// 4. Each exchange halves the number of rows that a lane keeps: 7 shuffles instead of 24.
 __device__ __forceinline__ float sum_over_fours(float (&value)[8]) {
   const unsigned lane = threadIdx.x % 32;
 #pragma unroll
@@ -42,7 +42,8 @@ class RowSums {
   static constexpr bool kCentered = kKind == NormKind::LayerNorm;
 
  public:
-  // `memory`: norm_tiles_bytes, the ring's, then the parts of each row and unit of some tiles.
+  // `memory`: norm_tiles_bytes(). First the ring, then the sums of each row's units for
+  // `part_tiles` tiles.
   __device__ __forceinline__ RowSums(const Problem& problem, Shared& shared, uint8_t* memory)
       : p(problem),
         shared_(shared),
@@ -52,7 +53,7 @@ class RowSums {
 
   __device__ __forceinline__ const Ring<In, kRows>& ring() const { return ring_; }
 
-  // By one thread.
+  // One thread calls it.
   __device__ __forceinline__ void init_barriers() const {
     const int senders = p.policy.cluster > 1 ? 1 : kWarps * p.policy.steps;
     for (int tile = 0; tile < p.policy.part_tiles; ++tile) {
@@ -61,7 +62,8 @@ class RowSums {
     }
   }
 
-  // Mean and sum of squares around it, of this warp's columns, to every block of the cluster.
+  // Sends the mean of this warp's columns, and the sum of squared deviations from it, to every
+  // block of the cluster. (RMSNorm: 0 and the sum of squares.)
   __device__ __forceinline__ void send(const Step& step) const {
     ring_.wait(step);
     const float2 part = part_of(step);
@@ -80,14 +82,16 @@ class RowSums {
     }
   }
 
-  // Leaves mean and rstd of this warp's rows, by all parts of the cluster.
+  // Computes mean and rstd of this warp's rows from the parts of all units, and writes them to
+  // statistics().
   __device__ __forceinline__ void merge(const Step& step) const {
     const int tile = part_tile(step), units = ring_.units();
-    // What comes from other blocks lies in this one's memory, which no cache stands before.
+    // Other blocks have stored their parts in the shared memory of this block, where no cache can
+    // hold older values: a wait at the scope of the block is enough.
     wait_barrier(&shared_.summed[tile], (step.tile & p.policy.part_tiles) != 0);
     if (step.of_tile == 0 && ring_.warp() == 0 && ring_.lane() == 0) expect_parts(tile);
     const float2* parts = parts_of_row(step);
-    // Around the first part's mean.
+    // Deviations are taken from the mean of the first part.
     const float pivot = kCentered ? parts[0].x : 0.0f;
     float sum = 0.0f, squares = 0.0f;
     int left = p.cols - ring_.lane() % 4 * kUnitCols;
@@ -142,7 +146,7 @@ class RowSums {
                    static_cast<uint32_t>(kRows * ring_.units()) * sizeof(float2));
   }
 
-  // Of row lane / 4.
+  // Mean and squared deviations of this warp's columns in row lane / 4.
   __device__ __forceinline__ float2 part_of(const Step& step) const {
     Packed<In, 8> x[kUnitRows];  // zeros where there are no columns or rows
     const bool has = ring_.has_columns(step);
@@ -167,8 +171,8 @@ class RowSums {
     return {mean, sum_rows(squares)};
   }
 
-  // The sum of row lane / 4 over the warp. Values of 16 bits are added up by the tensor cores,
-  // those of four lanes at a time.
+  // The sum of row lane / 4 over the warp. Tensor cores add up 16-bit values, those of four lanes
+  // at a time, by a product with ones.
   __device__ __forceinline__ float row_sums(const Packed<In, 8> (&x)[kUnitRows]) const {
     float sums[kUnitRows];
 #pragma unroll

@@ -1,14 +1,17 @@
-// Moments of a stream of octets, at seven instructions an element.
+// Moments of a stream of octets (eight neighbouring values), at seven instructions per element.
 //
-// Sums are taken in fp32 over a few dozen elements, then in fp64. They are about a pivot that a
-// warp finds in its first elements, so that variances survive a large mean, and scaled by a power
-// of two, so that squares stay within fp32 for |x| from 2^-72 to 2^30. Whether that was enough
-// shows in the result (is_exact); if not, the warp takes the sums again in fp64. That is also where
-// NaN and infinities are counted.
+// Sums are taken in fp32 over a few dozen elements, and added up in fp64. They are sums of
+// deviations from a pivot, which a warp takes from its first elements, so that variances stay
+// accurate when the mean is large. Deviations are scaled by a power of two, so that their squares
+// stay within the range of fp32 for |x| from 2^-72 to 2^30. The result tells whether this was
+// accurate enough (is_exact); if not, the warp takes the sums again in fp64. Only there, NaN and
+// infinities are counted.
 //
-// Extremes are found among the bits as they are, two elements at a time: floats are sign and
-// magnitude, so as signed integers those without a sign bit are in order and above all others, and
-// as unsigned integers the highest is the negative one that is furthest from zero.
+// Minimum and maximum are found from the bits, two elements of 16 bits at a time. A float is a sign
+// and a magnitude: compared as signed integers, those without a sign bit are in the order of their
+// values and above all others, so the largest is the maximum. Compared as unsigned integers, those
+// with a sign bit are above all others in the order of their magnitudes, so the largest is the
+// minimum.
 #pragma once
 
 #include "core/moments.h"
@@ -26,13 +29,16 @@ class OctetExtremes {
   __device__ __forceinline__ static uint32_t magnitude(uint32_t word) { return word & ~kSigns; }
 
   __device__ __forceinline__ void add(uint32_t a, uint32_t b) {
-    // Minus |x|, so to say: in the order of magnitudes, all below zero; but of 0 it is the largest.
+    // Adding 0x7fff (fp32: 0x7fffffff) to the bits of |x| gives a negative integer for all but 0:
+    // -0x8000 + |x| - 1, which is in the order of magnitudes. For 0 it gives the largest integer.
+    // So the least integer belongs to the smallest |x| that is not 0, and signs tell how many are
+    // not 0.
     const uint32_t p = magnitude(a) + ~kSigns, q = magnitude(b) + ~kSigns;
     if constexpr (kPacked) {
       highest_ = __vimax3_s16x2(highest_, a, b);
       highest_unsigned_ = __vimax3_u16x2(highest_unsigned_, a, b);
       least_ = __vimin3_s16x2(least_, p, q);
-      uint32_t signs;  // a byte of ones for each of the four that is not 0
+      uint32_t signs;  // 0xff for each of the four that is not 0
       asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(signs) : "r"(p), "r"(q));
       nonzeros_ = __dp4a(static_cast<int>(signs), -1, nonzeros_);
     } else {
@@ -45,7 +51,7 @@ class OctetExtremes {
     }
   }
 
-  // Of all lanes, into sums that hold the warp's count.
+  // Writes the results of all lanes into `sums`, which must hold the count of the warp.
   __device__ __forceinline__ void put_warp_into(MomentSums& sums) const {
     constexpr unsigned kAll = 0xffffffffu;
     const int high = __reduce_max_sync(kAll, signed_of(highest_, false));
@@ -54,7 +60,7 @@ class OctetExtremes {
     const uint32_t magnitude = static_cast<uint32_t>(least + 1) & kMagnitude;
     sums.smallest = magnitude != 0 ? value_of(magnitude) : kInfinity;
     sums.nonzeros = __reduce_add_sync(kAll, nonzeros_);
-    const double nearest = sums.nonzeros < sums.count ? 0 : sums.smallest;  // to zero
+    const double nearest = sums.nonzeros < sums.count ? 0 : sums.smallest;  // least |x|
     sums.max = high >= 0 ? value_of(static_cast<uint32_t>(high)) : -nearest;
     sums.min = high_unsigned > kMagnitude ? value_of(high_unsigned) : nearest;
   }
@@ -71,7 +77,7 @@ class OctetExtremes {
       return __uint_as_float(bits);
     }
   }
-  // The lower or the higher of the word's elements, as integers.
+  // The lower or the higher of the word's two elements, compared as integers.
   __device__ __forceinline__ static int signed_of(uint32_t word, bool lower) {
     if constexpr (!kPacked) return static_cast<int>(word);
     const int a = static_cast<int16_t>(word & 0xffffu), b = static_cast<int16_t>(word >> 16);
@@ -86,10 +92,11 @@ class OctetExtremes {
   int nonzeros_ = 0;
 };
 
-// Whether sums that were taken in fp32, over a warp, say all that there is to say, to seven digits.
-// Squares of what is smaller than `too_small` may have vanished.
+// Whether the sums of a warp, taken in fp32, are accurate to seven digits: all are finite, the mean
+// is not too far from the pivot for the variance, and there are elements of at least `too_small`.
+// Squares of smaller elements may have underflowed.
 __device__ __forceinline__ bool fp32_was_enough(const MomentSums& sums, double too_small) {
-  constexpr double kFarOff = 8;                                // (mean - pivot)^2 over the variance
+  constexpr double kFarOff = 8;  // limit of (mean - pivot)^2 / variance
   const double all = sums.first + sums.second + sums.sum_abs;  // NaN or infinite if one of them is
   const double amax = fmax(-sums.min, sums.max);
   return sums.count == 0 ||
@@ -98,7 +105,8 @@ __device__ __forceinline__ bool fp32_was_enough(const MomentSums& sums, double t
           (amax >= too_small || amax == 0));
 }
 
-// What a thread gathers. Use: add some octets, fold; again and again; then warp_sums.
+// The moments that a thread gathers. Add up to kLongest octets, fold, and repeat; at the end call
+// warp_sums.
 template <class T>
 class OctetMoments {
   static constexpr float kScale = 0x1p32f;
@@ -107,7 +115,7 @@ class OctetMoments {
  public:
   static constexpr int kLongest = 4 / Octet<T>::kWords;  // octets between folds, at most
 
-  // Before anything is added.
+  // To be called before anything is added.
   __device__ __forceinline__ void set_pivot(float pivot) { offset_ = -pivot * kScale; }
 
   __device__ __forceinline__ void add(const Octet<T>& x) {
@@ -131,7 +139,7 @@ class OctetMoments {
     for (int i = 0; i < 2; ++i) part_first_[i] = part_second_[i] = part_abs_[i] = 0.0f;
   }
 
-  // Of the warp, about the pivot.
+  // Returns the sums of the warp, with deviations taken from the pivot.
   __device__ __forceinline__ MomentSums warp_sums() const {
     MomentSums sums = MomentSums::empty();
     sums.count = 256.0 * octets_;

@@ -1,5 +1,6 @@
-// Packs of values: fp32 registers to memory and back, in global memory, by one instruction each.
-// (A plain assignment of a struct may be split into its members; the intrinsics may not.)
+// Packs of values: their conversion to and from fp32, and accesses to global memory by one
+// instruction each. (The compiler may split the assignment of a struct into its members, but not
+// these accesses.)
 #pragma once
 
 #include <bit>
@@ -37,13 +38,13 @@ __device__ __forceinline__ Pack<T, N> narrow(const float (&values)[N]) {
   return pack;
 }
 
-// As they would be read back from memory.
+// The values as they would be read back from memory after a store in T.
 template <class T>
 __device__ __forceinline__ Octet<T> rounded_octet(const float (&values)[8]) {
   return std::bit_cast<Octet<T>>(narrow<T>(values));
 }
 
-// The built-in type of an access of so many bytes.
+// The built-in type for an access of kBytes bytes.
 template <size_t kBytes>
 struct Access;
 template <>
@@ -69,8 +70,9 @@ struct Access<16> {
 template <class T, int N>
 using AccessOf = typename Access<sizeof(Pack<T, N>)>::type;
 
-// Where the load is issued it stays; the compiler would move a plain one to the first use. (Hints
-// that nobody reads these bytes again cost up to 5 % of a streaming kernel's time on an H200.)
+// A load that stays where it is in the code; the compiler would move a plain load to the first use
+// of its result. (Cache hints that the bytes are not read again cost up to 5 % of a streaming
+// kernel's time on an H200.)
 __device__ __forceinline__ uint4 load_here(const uint4* from) {
   uint4 bits;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -115,8 +117,8 @@ __device__ __forceinline__ void store_pack_global(T* to, const Pack<T, N>& pack)
                *reinterpret_cast<const AccessOf<T, N>*>(&pack));
 }
 
-// Widen this pack again after this point: otherwise the compiler keeps the widened values of the
-// first use in twice the registers, and spills them.
+// Makes the compiler convert the pack to fp32 again after this point. Otherwise it keeps the fp32
+// values of the first use in twice the registers, and spills them.
 template <class T, int N>
 __device__ __forceinline__ void stay_packed(Pack<T, N>& pack) {
   if constexpr (sizeof(pack) % 4 == 0) {

@@ -1,13 +1,15 @@
-// Moments of a stream of octets of 16-bit floats, at three instructions an element: nothing is
+// Moments of a stream of octets of 16-bit floats, at three instructions per element: nothing is
 // unpacked.
 //
-// The tensor cores add up. Which element is where in their operands does not matter, as only totals
-// do. The rows of a product with ones have sums of values or magnitudes; the diagonal of a product
-// with the transpose has sums of squares.
+// Tensor cores compute the sums. It does not matter where an element is in their operands, because
+// only totals are needed. A product with a matrix of ones has the sums of its rows, of values or of
+// magnitudes; a product with the transpose has sums of squares on its diagonal.
 //
-// Products are exact. Their sums are of fp32, but cut off rather than rounded, so that they are
-// kept short; and they are about zero, so that a warp whose mean is many deviations away, like one
-// that has met NaN or squares outside of fp32 (is_exact), has to begin again (octet_moments.cuh).
+// The products of elements are exact. They are summed in fp32, but truncated rather than rounded,
+// so only few are summed before each fold. The pivot is zero. So if the mean of a warp is many
+// standard deviations from zero, or the warp has met NaN or squares outside the range of fp32,
+// is_exact is false, and the moments have to be taken in another way (octet_moments.cuh, or in
+// fp64).
 #pragma once
 
 #include "cuda/device/octet_moments.cuh"
@@ -15,15 +17,15 @@
 
 namespace te::cuda {
 
-// `Folded` is what sums go on in from fold to fold: fp32 will do for a few of them.
+// `Folded`: the type in which the sums of all folds are added up. For a few folds fp32 is enough.
 template <class T, class Folded = double>
 class PackedMoments {
   static constexpr bool kHalf = std::is_same_v<T, Half>;
   static constexpr uint32_t kOnes = kHalf ? 0x3c003c00u : 0x3f803f80u;
 
  public:
-  // So many octets may be added between folds. Squares of fp16 have 22 bits, more of which are cut
-  // off.
+  // The number of octets that may be added between folds. Squares of fp16 have 22 bits, so that
+  // truncation loses more of them.
   static constexpr int kLongest = kHalf ? 2 : 4;
 
   __device__ __forceinline__ void add(const Octet<T>& x) {
@@ -39,8 +41,10 @@ class PackedMoments {
     ++octets_;
   }
 
-  // A lane has a row of the product, lane / 4, and two columns, 2 * (lane % 4) and the next. Which
-  // of them is on the diagonal matters to the eight lanes that have such an element.
+  // Adds the products to the totals of the lane. A lane has two neighbouring columns of the
+  // product, the first of which is 2 * (lane % 4), in rows lane / 4 and lane / 4 + 8. Eight lanes
+  // have an element of the diagonal, in their first or second column; of the others, `second_` is
+  // not used.
   __device__ __forceinline__ void fold() {
     const bool is_odd = threadIdx.x / 4 % 2 != 0;
     first_ += static_cast<Folded>(plain_[0] + plain_[2]);
@@ -50,10 +54,11 @@ class PackedMoments {
     for (int i = 0; i < 4; ++i) plain_[i] = abs_rows_[i] = squares_[i] = 0.0f;
   }
 
-  // Of the warp, about zero.
+  // Returns the sums of the warp, with a pivot of zero.
   __device__ __forceinline__ MomentSums warp_sums() const {
-    // Eight lanes hold them, one for each column: a lane takes the first sum of one of them, or the
-    // second, or the third.
+    // The eight lanes with an element of the diagonal hold the totals. Here lanes 0 to 7 take
+    // `first_` from them, the next eight `second_` and the others `abs_`, so that one tree of
+    // shuffles adds up all three.
     const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 8;
     const int from = 4 * column + column / 2;
     const Folded first = __shfl_sync(kAll, first_, from);

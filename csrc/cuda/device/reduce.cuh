@@ -34,18 +34,19 @@ __device__ __forceinline__ float block_reduce(float value, Op op, float identity
   return warp_reduce(value, op);
 }
 
-// Non-negative floats order like their bits: one instruction instead of five shuffles.
+// The maximum over a warp. Non-negative floats have the order of their bits as integers, so it
+// takes one instruction instead of five shuffles.
 __device__ __forceinline__ float warp_max_nonnegative(float value) {
   return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(value)));
 }
 
-// Raises a non-negative float.
+// Raises a non-negative float to `value`, if it is less.
 __device__ __forceinline__ void atomic_max(float* address, float value) {
   if (value > 0.0f) atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
 }
 
-// The amax of a block whose threads meet at a barrier anyway: every thread leaves its part before
-// it, one thread takes the total behind it.
+// The amax of a block that has a __syncthreads anyway: every thread calls leave() before it, one
+// thread calls total() after it.
 template <int kWarps>
 struct BlockAmax {
   float part[kWarps];
@@ -62,8 +63,9 @@ struct BlockAmax {
   }
 };
 
-// Device-side form of CurrentScale. One thread per block calls it, with that block's amax, once the
-// block is done; the last block of `blocks` writes the scale and leaves the scratch zero.
+// Device-side form of CurrentScale. One thread per block calls finish() with the amax of its block,
+// once the block is done; the last of `blocks` blocks writes the scale and sets the scratch to zero
+// again.
 struct CurrentScaleSink {
   float* scales = nullptr;
   float* amax = nullptr;

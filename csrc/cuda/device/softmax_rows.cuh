@@ -1,4 +1,5 @@
-// Which row of scores a warp or block of a softmax kernel takes, and what its query sees.
+// Which row of scores a warp or block of a softmax kernel takes, and which keys the query of that
+// row sees.
 #pragma once
 
 #include "core/attention_window.h"
@@ -10,7 +11,7 @@
 namespace te::cuda {
 
 struct SoftmaxMask {
-  const uint8_t* hidden = nullptr;  // absent: nothing is hidden
+  const uint8_t* hidden = nullptr;  // non-zero: the key is hidden; null: none is
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0;
   int step = 0;       // between keys: 1, or 0 where one value stands for all keys
   bool wide = false;  // a pack of keys is one aligned access
@@ -19,16 +20,16 @@ struct SoftmaxMask {
 struct SoftmaxGeometry {
   int64_t rows, heads, queries;
   int keys;
-  // Warps and blocks that follow each other take one query in all heads, so that a mask which the
-  // heads share comes from memory once; otherwise the queries of one head.
+  // Consecutive warps and blocks take the same query in all heads, so that a mask which the heads
+  // share is read from memory once. Otherwise they take the queries of one head.
   bool heads_first = false;
   AttentionWindow window;
   bool windowed = false;
   SoftmaxMask mask;
 };
 
-// Keys first ... end - 1 of a row. A key fits 32 bits (softmax.cu checks it), which keeps the
-// comparisons of each pack cheap.
+// Keys first ... end - 1 of a row. The number of a key fits 32 bits (softmax.cu checks it), which
+// keeps the comparisons of each pack cheap.
 struct Span {
   int first, end;
 };
@@ -64,8 +65,8 @@ __device__ __forceinline__ SoftmaxRow row_of(const SoftmaxGeometry& g) {
   return row;
 }
 
-// The mask bytes of V keys. They stay in words until they are used: as bytes, each would be waited
-// for when it is loaded.
+// The mask bytes of V keys. They stay packed in words until they are used: to unpack bytes, the
+// thread would have to wait for each load at once.
 template <int V>
 struct HiddenKeys {
   uint32_t words[(V + 3) / 4];

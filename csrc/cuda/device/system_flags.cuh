@@ -5,14 +5,14 @@
 
 namespace te::cuda {
 
-// Whoever sees the flag sees what this thread has written before.
+// A thread that reads the flag by load_acquire also sees what this thread has written before.
 __device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(flag)),
                "r"(value)
                : "memory");
 }
 
-// What is read after it is as new as the flag.
+// Reads that follow see what the other GPU wrote before it stored the flag.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];"

@@ -1,5 +1,5 @@
-// Many tensors in one launch: what a block needs of them travels as arguments, and it finds the
-// tensor that its elements are of.
+// Many tensors in one launch: the kernel gets their descriptions as arguments, and each block finds
+// the tensor that its elements belong to.
 #pragma once
 
 #include <cstdint>

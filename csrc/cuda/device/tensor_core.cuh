@@ -1,5 +1,5 @@
-// Products of small matrices of 16-bit floats, by a warp. They are exact; their sums are of fp32,
-// but cut off rather than rounded.
+// Products of small matrices of 16-bit floats on the tensor cores, by a warp. The products of
+// elements are exact. They are summed in fp32, but truncated rather than rounded.
 #pragma once
 
 #include <type_traits>

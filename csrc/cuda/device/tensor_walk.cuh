@@ -1,9 +1,10 @@
-// How a grid that fills the chip once walks over a tensor, for reductions: a thread takes batches
-// of packs, which are read whole, and what is left over element by element.
+// How the grid of a reduction, which fills the GPU once, walks over a tensor. A thread reads
+// batches of packs by wide loads, and the elements that belong to no pack one by one.
 //
-// The whole grid sweeps from the tensor's end, which the kernel that has written it may have left
-// in the L2, to its start. What is less than a sweep, the end itself, is shared out evenly. Warps
-// have all of their lanes at work wherever packs are read.
+// A sweep is one batch of each thread. The sweeps go from the end of the tensor, which the kernel
+// that has written it may have left in the L2 cache, to its start. Before them come the packs at
+// the very end that do not fill a sweep (the remainder); they are divided evenly among the blocks.
+// All lanes of a warp are active wherever packs are read.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,8 @@
 
 namespace te::cuda {
 
-// Of two blocks on a multiprocessor; with 384 threads they have 48 KiB in flight, and 80 registers
-// a thread.
+// Two blocks share a multiprocessor; with 384 threads each they have 48 KiB of loads in flight, and
+// 80 registers per thread.
 template <int kElements, int kBatchOfThread, int kThreadsOfBlock>
 struct TensorWalk {
   static constexpr int kThreads = kThreadsOfBlock;
@@ -24,13 +25,13 @@ struct TensorWalk {
   static constexpr int kBlocksPerMultiprocessor = 2;
   static constexpr int kInFlight = kBatchOfThread;  // packs loaded before the first is used
 
-  int64_t count;  // of elements
-  int64_t packs;  // that are read whole; 0 where memory is not aligned for it
+  int64_t count;  // elements of the tensor
+  int64_t packs;  // packs that are read whole; 0 if memory is not aligned for it
   int64_t sweep;  // packs of a whole sweep of the grid
   unsigned blocks;
-  int sweeps;     // whole ones
-  int remainder;  // packs behind them
-  int share;      // of a block of these
+  int sweeps;     // number of whole sweeps
+  int remainder;  // packs after them
+  int share;      // packs of the remainder for each block
 
   TensorWalk(int64_t elements, bool wide, Device device)
       : count(elements), packs(wide ? elements / (32 * kElements) * 32 : 0) {
@@ -45,7 +46,7 @@ struct TensorWalk {
     share = static_cast<int>(32 * ceil_div(remainder, 32 * int64_t{blocks}));
   }
 
-  // f(k, pack) for the batch that a thread takes in a sweep; the first has number 0.
+  // Calls f(k, pack) for the batch that this thread takes in a sweep; the first has number 0.
   template <class F>
   __device__ __forceinline__ void for_sweep(int number, F&& f) const {
     const int64_t first = (sweeps - 1 - number) * sweep +
@@ -54,7 +55,7 @@ struct TensorWalk {
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) f(k, first + k * kThreads);
   }
-  // The same for its part of the remainder, of those packs that exist.
+  // The same for this thread's packs of the remainder.
   template <class F>
   __device__ __forceinline__ void for_remainder(F&& f) const {
     const int first = static_cast<int>(blockIdx.x) * share, thread = static_cast<int>(threadIdx.x);
@@ -63,9 +64,9 @@ struct TensorWalk {
     for (int k = 0; k < kInFlight; ++k)
       if (k * kThreads < left) f(k, sweeps * sweep + first + thread + k * kThreads);
   }
-  // For all packs that a thread takes: load(pack, slot), and later use(slot, k, pack). While a
-  // batch is used, the next one is on its way; begin() is called when the first ones are, end()
-  // behind each.
+  // Calls load(pack, slot), and later use(slot, k, pack), for all packs of this thread. While a
+  // batch is used, the next one is being loaded. begin() is called once, when the first loads are
+  // issued, and end() after each batch.
   template <class Slot, class Load, class Begin, class Use, class End>
   __device__ __forceinline__ void stream(Load&& load, Begin&& begin, Use&& use, End&& end) const {
     Slot even[kInFlight], odd[kInFlight];
@@ -88,7 +89,7 @@ struct TensorWalk {
       if (number < sweeps) step(odd, even);
     }
   }
-  // f(pack) for the same, one after the other: for code that is large and rare.
+  // Calls f(pack) for the same packs, one after the other: for code that is large and rarely runs.
   template <class F>
   __device__ __forceinline__ void for_each(F&& f) const {
     const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
@@ -101,7 +102,7 @@ struct TensorWalk {
     }
   }
 
-  // An element that the thread reads; behind the tensor if there is none.
+  // The index of an element that this thread reads; `count` or more if there is none.
   __device__ __forceinline__ int64_t first_element() const {
     int64_t first = first_of_rest();
     const auto take = [&](int k, int64_t pack) {
@@ -113,7 +114,7 @@ struct TensorWalk {
       for_remainder(take);
     return first;
   }
-  // Whether the calling warp has elements beside packs.
+  // Whether the calling warp has elements that belong to no pack.
   __device__ __forceinline__ bool has_rest() const {
     return first_of_rest() - static_cast<int>(threadIdx.x) % 32 < count;
   }
@@ -127,7 +128,7 @@ struct TensorWalk {
   }
 };
 
-// Octets of values.
+// A walk over octets of values, with 64 bytes of each thread in flight.
 template <class In, int kThreads>
 using OctetWalk = TensorWalk<8, 4 / Octet<In>::kWords, kThreads>;
 

@@ -1,4 +1,4 @@
-// The sums of a tile's columns, of values in registers.
+// The sums of a tile's columns, whose values are in registers.
 #pragma once
 
 #include "cuda/device/matrix_tile.cuh"
@@ -6,7 +6,8 @@
 
 namespace te::cuda {
 
-// Every warp leaves those of its rows, then a thread adds a column.
+// In shared memory. Every warp leaves the sums of its 16 rows; after a barrier, each thread adds up
+// one column.
 template <int kOutputs>
 struct TileColumnSums {
   static constexpr int kWarps = kTileThreads / 32;
@@ -20,7 +21,7 @@ struct TileColumnSums {
     store_pack(to, Pack<float, 4>{sums[0], sums[1], sums[2], sums[3]});
     store_pack(to + 4, Pack<float, 4>{sums[4], sums[5], sums[6], sums[7]});
   }
-  // `to`: what belongs to the tile's first column of the first output.
+  // `to`: the sum of the tile's first column in the first output.
   __device__ __forceinline__ void store(float* to, int cols, int tile_cols) const {
     const int k = static_cast<int>(threadIdx.x) / kTile, j = static_cast<int>(threadIdx.x) % kTile;
     if (k >= kOutputs || j >= tile_cols) return;

@@ -16,8 +16,9 @@
 //     __device__ float again(const float (&in)[kInputs]) const;  // if kAgain
 //   };
 //
-// A function that depends on the place has `at(row, col)` instead of an operator. It returns a
-// function `(in, out, j)` for element j of the eight from there on. It has no moments.
+// A function that depends on the position of its elements has `at(row, col)` instead of the
+// operator: it returns a function `(in, out, j)` for element j of the eight that start there.
+// Moments of its results are not taken.
 //
 // The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
 #pragma once
@@ -35,10 +36,11 @@
 
 namespace te::cuda {
 
-// The further value of functions with `kAgain`: [rows, cols]. Nothing else is written from it.
+// Where the further value of functions with `kAgain` is written: [rows, cols]. It has no other
+// results.
 struct AgainSink {
-  void* plain = nullptr;          // dtype of the inputs; may be the first input
-  uint8_t* columnwise = nullptr;  // else these
+  void* plain = nullptr;          // dtype of the inputs; may overwrite the first input
+  uint8_t* columnwise = nullptr;  // codes, if `plain` is null
   const float* scales = nullptr;  // {1 / scale, scale}
   bool e5m2 = false;
   bool rounded = false;  // to the dtype of the inputs, before it is multiplied by the scale
@@ -50,7 +52,7 @@ struct TileMap {
   const void* inputs[Function::kInputs];
   int64_t rows;
   int cols;                // of each output: tile_map_cols()
-  bool backwards = false;  // where the pass before went over the inputs forwards
+  bool backwards = false;  // set where the previous pass went forwards
   TileWalk walk = {};      // filled in by the launch
   void* plain = nullptr;   // dtype of the inputs
   QuantizedSink quantized;
@@ -145,7 +147,8 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, TilePlace 
 #pragma unroll
     for (int k = 0; k < kOutputs; ++k) {
       values[k][j] = out[k];
-      // Where the input may be overwritten, what other threads have left of it counts nothing.
+      // If the first input may be overwritten, reads beyond the end may find results of other
+      // threads: these do not count for the amax.
       if (!Function::kAgain || (block.has_row(i) && block.width() > 0))
         results.amax = fmaxf(results.amax, fabsf(out[k]));
       if constexpr (Function::kColumnSums) {
@@ -171,7 +174,7 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, TilePlace 
   }
 }
 
-// The same for the further value. It may overwrite the first input, which has been read.
+// The same for the further value. It may overwrite the first input, which has been read by now.
 template <bool kWide, class In, class Function>
 __device__ __forceinline__ void again_row(const TileMap<Function>& map, TilePlace at, int i,
                                           float scale, const Octet<In> (&octets)[Function::kInputs],
@@ -231,7 +234,7 @@ __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlac
   }
 }
 
-// The moments of a warp's part of a tile once more, in fp64, of those elements that exist.
+// Takes the moments of a warp's part of a tile again, in fp64, over the elements that exist.
 template <class In, class Function>
 __device__ __forceinline__ MomentSums exact_moments(const TileMap<Function>& map, TilePlace at,
                                                     const TileBlock& block) {
@@ -255,7 +258,8 @@ __device__ __forceinline__ MomentSums exact_moments(const TileMap<Function>& map
   return warp_add(sums);
 }
 
-// Of a warp. Packed sums have no room for elements that do not exist.
+// The moments of a warp's part of a tile. Packed sums always count 8 x 8 elements of each thread,
+// so they are used where the tile is complete.
 template <class In, class Function>
 __device__ __forceinline__ MomentSums moments_of_warp(const TileMap<Function>& map, TilePlace at,
                                                       const TileBlock& block,
@@ -279,8 +283,9 @@ __device__ __forceinline__ void store_rows(uint8_t* out, int cols, const TileBlo
         write_codes<kWide>(block.row_of(out + k * cols, i), codes[k].rows[i], block.width());
 }
 
-// The further value's codes have a tile of their own beside one output. Beside two, whose tiles
-// take all static shared memory, they follow in the first one.
+// Whether the codes of the further value have a tile of their own in shared memory. With two
+// outputs, whose tiles take all static shared memory, they use the first tile after its codes are
+// stored.
 template <class Function>
 constexpr bool kAgainApart = Function::kAgain&& Function::kOutputs == 1;
 

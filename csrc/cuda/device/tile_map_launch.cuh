@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
   if (map.walk.has(at)) map_tile<In, Function, kWide, kMoments>(map, at);
 }
 
-// An empty matrix has scales all the same.
+// Writes the scales of an empty matrix.
 static __global__ void empty_map_kernel(QuantizedSink quantized, CurrentScaleSink current) {
   follow_previous_kernel();
   if (quantized) quantized.scale_used(true);
@@ -37,7 +37,8 @@ inline int tile_map_cols(int64_t cols, std::string_view op) {
   return static_cast<int>(cols);
 }
 
-// Whether the moments have been taken: else that is left to do. Those of no values change nothing.
+// Launches the map. Returns whether it takes the moments; if not, the caller has to. The moments of
+// an empty matrix are taken by doing nothing.
 template <class Function>
 bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& moments,
                      std::string_view op, cudaStream_t stream) {
@@ -63,7 +64,7 @@ bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& mome
                          stream, map);
       };
       if constexpr (Function::kAgain || DependsOnPlace<Function>)
-        launch(std::false_type{});  // which exclude moments
+        launch(std::false_type{});  // such functions take no moments
       else
         dispatch_moments<In, wide()>(static_cast<bool>(moments), launch);
     });

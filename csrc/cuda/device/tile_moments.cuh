@@ -1,9 +1,9 @@
 // Moments of a matrix, taken tile by tile in the kernel that has its values in registers.
 //
-// A block leaves the sums of its tile in memory. Tiles make up groups, groups the matrix: the last
-// warp to finish within a group merges what the group's tiles have left, the last of those what
-// the groups have; always in the same order. All sums are about zero, in fp64: of 16-bit floats no
-// digit that matters is lost, wherever their mean is.
+// A block writes the sums of its tile to global memory. Tiles are divided into groups: the last
+// warp to finish within a group merges the sums of the group's tiles, and the last of these warps
+// merges the sums of the groups, always in the same order. All sums have a pivot of zero, in fp64:
+// for 16-bit floats no digit that matters is lost, however far their mean is from zero.
 #pragma once
 
 #include "cuda/device/merge_rows.cuh"
@@ -12,14 +12,15 @@
 
 namespace te::cuda {
 
-// What a thread gathers; nothing where nobody asks for moments.
+// What a thread gathers: packed moments, or nothing if none are asked for.
 struct NoMoments {};
 template <class In, bool kMoments, class Folded = float>
 using GatheredMoments = std::conditional_t<kMoments, PackedMoments<In, Folded>, NoMoments>;
 template <class Gathered>
 inline constexpr bool kTakesMoments = !std::is_same_v<Gathered, NoMoments>;
 
-// f(whether to take moments): of 16-bit values that are read and written whole.
+// Calls f(whether to take moments), a constant. They are taken of 16-bit values that are read and
+// written by wide accesses.
 template <class In, bool kWide, class F>
 void dispatch_moments(bool wanted, F&& f) {
   if constexpr (kWide && sizeof(In) == 2)
@@ -30,12 +31,12 @@ void dispatch_moments(bool wanted, F&& f) {
 
 // Device-side form of MomentsSink.
 struct TileMomentsSink {
-  RowSink<Moments> out;         // its fields are those of groups
-  unsigned* tickets = nullptr;  // [kMomentsBlocks], of groups
-  double* tiles = nullptr;      // [field][count]
-  int count = 0;                // of tiles
-  int group = 0;                // tiles of a group
-  double elements = 0;          // of the matrix
+  RowSink<Moments> out;         // its fields are the sums of groups
+  unsigned* tickets = nullptr;  // [kMomentsBlocks]: one for each group
+  double* tiles = nullptr;      // [field][count]: the sums of tiles
+  int count = 0;                // number of tiles
+  int group = 0;                // tiles in a group
+  double elements = 0;          // elements of the matrix
 
   __device__ __forceinline__ explicit operator bool() const { return out.row && !out.is_idle(); }
   __device__ __forceinline__ int groups() const { return (count + group - 1) / group; }
@@ -56,7 +57,8 @@ inline TileMomentsSink tile_moments_sink_of(const MomentsSink& sink, int64_t til
   return result;
 }
 
-// Whether all that have drawn before the calling warp, and it itself, are `count`.
+// Draws a ticket for the calling warp. Returns whether it is the last one of `count`; if so, the
+// ticket is reset.
 __device__ __forceinline__ bool is_last_warp(unsigned* ticket, int count) {
   const bool draws = threadIdx.x % 32 == 0;
   unsigned drawn = 0;
@@ -84,7 +86,8 @@ __device__ __forceinline__ void merge_columns(const double* from, int pitch, int
     total[f] = f < kMomentFieldsThatAdd ? warp_add(total[f]) : warp_min(total[f]);
 }
 
-// In shared memory. Every warp leaves its sums before the block's barrier, one warp finishes.
+// In shared memory. Every warp calls leave() before a barrier of the block; one warp calls finish()
+// after it.
 template <int kWarps>
 struct TileMoments {
   static constexpr int kFieldsOfRow = sizeof(Moments) / sizeof(double);
@@ -122,7 +125,7 @@ struct TileMoments {
     }
     if (!is_last_warp(sink.out.ticket, sink.groups())) return;
     merge_columns(sink.out.fields, kMomentsBlocks, sink.groups(), total);
-    // Through shared memory: together they would fill the registers.
+    // The row and the fields go through shared memory: together they would fill the registers.
     if (lane < kFieldsOfRow)
       reinterpret_cast<double*>(&row)[lane] = reinterpret_cast<const double*>(sink.out.row)[lane];
     if (lane == 0) {

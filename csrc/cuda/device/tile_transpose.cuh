@@ -9,10 +9,10 @@
 //   __syncthreads();                               // once every block of the tile has been put
 //   tile.store<kThreads>({.to = out + first_col * pitch + first_row, .pitch = pitch, ...});
 //
-// A warp's put meets no bank conflict where the lanes of each half own 16 neighbouring column
-// groups of one row block (or any 16 groups that differ modulo 16). To reuse the tile, put another
-// __syncthreads after store. Blocks of rows or columns that do not exist may be left out or hold
-// anything: store() leaves them alone.
+// A warp's put has no bank conflicts if the lanes of each half warp own 16 neighbouring column
+// groups of one row block (or any 16 groups that differ modulo 16). To reuse the tile, call
+// __syncthreads after store. Blocks of rows or columns beyond the matrix may be left out or hold
+// anything: store() does not write them.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +72,7 @@ __device__ __forceinline__ TileTarget target_of(uint8_t* out, int64_t pitch, Til
           block.cols, (pitch | reinterpret_cast<intptr_t>(out)) % 16 == 0};
 }
 
-// The first `count` of 16 codes, where they are not aligned.
+// Stores the first `count` of 16 codes byte by byte, where they are not aligned.
 __device__ __forceinline__ void store_bytes(uint8_t* to, const uint4& codes, int64_t count) {
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
@@ -113,7 +113,7 @@ class CodeTile {
                   "every thread writes as many parts");
     const int part = static_cast<int>(thread % kParts), col = static_cast<int>(thread / kParts);
     uint8_t* const to = target.to + col * target.pitch + part * 16;
-    const int cols = part * 16 < target.rows ? target.cols - col : 0;  // left from the first on
+    const int cols = part * 16 < target.rows ? target.cols - col : 0;  // that exist from `col` on
     if (target.wide) {
       uint4 codes[kTurns];
 #pragma unroll

@@ -48,8 +48,8 @@ struct Octet {
   }
 };
 
-// `from` is aligned to 16 bytes. Without a hint to drop the lines at once: that costs up to 5 % of
-// a streaming kernel's time on an H200.
+// `from` is aligned to 16 bytes. The load has no hint to evict the lines early: that costs up to 5
+// % of a streaming kernel's time on an H200.
 template <class T>
 __device__ __forceinline__ Octet<T> load_octet(const T* from) {
   const auto* words = reinterpret_cast<const uint4*>(from);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_octet(T* to, const float (&values)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       word[i] = T(values[2 * i]).bits | uint32_t{T(values[2 * i + 1]).bits} << 16;
-    // Of the same in C++ the compiler makes four stores.
+    // From the same in C++ the compiler makes four stores.
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
                  "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
                  : "memory");

@@ -1,5 +1,5 @@
-// What launch policies and products may use of a device. Plain arithmetic without CUDA, so that a
-// CPU test, and the table of the documentation, can ask for any device.
+// The limits of a device that launch policies and GEMMs keep. Plain arithmetic without CUDA, so
+// that a CPU test, and the table of the documentation, can ask for any device.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,23 @@ inline constexpr int kAdaCapability = 89, kHopperCapability = 90;  // 10 * major
 // How many clusters of 1, 2, ... blocks a device holds at once; element 0 is not used.
 using ClusterCounts = std::array<int, kMaxCluster + 1>;
 
-// What the driver and the kernels' code say.
+// What the driver says about the device and about the code of the kernels.
 struct DeviceFacts {
   int capability = 0;
-  // The same of the instruction set that the kernels were compiled for: lower where the driver
-  // compiled them from portable code (PTX).
+  // The capability for which the kernels were compiled: lower if the driver compiled them from
+  // portable code (PTX).
   int code = 0;
   int multiprocessors = 0;
   int64_t shared_bytes = 0;  // the most that a block may have
-  ClusterCounts clusters{};  // of blocks that have so much; zeros: not known
+  ClusterCounts clusters{};  // clusters of blocks with all `shared_bytes`; zeros: not known
 };
 
-// What the user left on: variables of the environment that docs/how-to/gpus.md lists.
+// What the user has not switched off by the environment variables in docs/how-to/gpus.md.
 struct DeviceSwitches {
   bool fp8_products = true;
   bool clusters = true;
   bool dependent_launch = true;
-  int64_t shared_bytes = 0;  // that a block may have; 0: as the device says
+  int64_t shared_bytes = 0;  // the most that a block may have; 0: as the device says
 };
 
 struct DeviceLimits {
@@ -43,8 +43,8 @@ struct DeviceLimits {
   bool dependent_launch = false;
   bool fp8_conversion =
       false;                  // by an instruction; else by integer arithmetic, with the same codes
-  bool fp8_products = false;  // cuBLASLt multiplies codes
-  bool block_scales = false;  // cuBLASLt multiplies codes whose blocks of 128 have scales
+  bool fp8_products = false;  // cuBLASLt has FP8 GEMMs
+  bool block_scales = false;  // cuBLASLt has FP8 GEMMs with scales for blocks of 128
 
   // How many clusters of `size` blocks run at once, with a multiprocessor for each block.
   constexpr int64_t resident(int size) const { return clusters[static_cast<size_t>(size)]; }
@@ -52,8 +52,9 @@ struct DeviceLimits {
   bool operator==(const DeviceLimits&) const = default;
 };
 
-// Clusters lie within parts of a chip, on Hopper of 16 or 18 multiprocessors, some of which may
-// lack a few: the driver knows how many there are. Without it, whole parts of 16.
+// A cluster runs within one part of the chip (GPC), which on Hopper has 16 or 18 multiprocessors,
+// some of which may be disabled. The driver knows how many clusters there is room for. Where it has
+// not said so, whole parts of 16 are assumed.
 constexpr ClusterCounts clusters_of(const DeviceFacts& facts) {
   ClusterCounts counts = facts.clusters;
   counts[1] = facts.multiprocessors;

@@ -1,5 +1,5 @@
-// Which algorithm a GEMM takes on Hopper: what was measured for its problem, or for one near to it.
-// Data and arithmetic without CUDA, so that a CPU test can look problems up
+// Which cuBLASLt algorithm a GEMM uses on Hopper: the one that was measured for its problem, or for
+// a similar problem. Data and arithmetic without CUDA, so that a CPU test can look problems up
 // (tests/cpp/gemm_table_test.cpp).
 #pragma once
 
@@ -27,7 +27,7 @@ struct GemmProblem {
 
 struct GemmTableRow {
   GemmProblem problem;
-  GemmAlgorithm algorithm;  // zeros: the library's first guess, for this problem alone
+  GemmAlgorithm algorithm;  // zeros: the heuristic's first guess, for this problem only
 };
 
 inline const std::vector<GemmTableRow>& gemm_table() {
@@ -37,15 +37,16 @@ inline const std::vector<GemmTableRow>& gemm_table() {
   return rows;
 }
 
-// The result has more than two of the largest tiles for each multiprocessor of an H200: products
-// with fewer depend on how their tiles happen to fill it, and tell nothing of each other.
+// Whether the result has more than two of the largest tiles for each multiprocessor of an H200. The
+// speed of smaller GEMMs depends on how well their tiles happen to fill the GPU, so one of them
+// says nothing about another.
 inline bool fills_the_gpu(const GemmProblem& p) {
   constexpr int64_t kMultiprocessors = 132, kTile = 128 * 256;
   return p.m * p.n > 2 * kMultiprocessors * kTile;
 }
 
-// How often sizes must be doubled or halved to come from one problem to the other; infinite where
-// they differ in more than sizes.
+// How often sizes must be doubled or halved to get from one problem to the other; infinite if they
+// differ in more than their sizes.
 inline double distance(const GemmProblem& p, const GemmProblem& q) {
   GemmProblem resized = q;
   resized.m = p.m, resized.n = p.n, resized.k = p.k;
@@ -56,10 +57,10 @@ inline double distance(const GemmProblem& p, const GemmProblem& q) {
   return doublings(p.m, q.m) + doublings(p.n, q.n) + doublings(p.k, q.k);
 }
 
-// The algorithm of the problem's own row; nothing stands for the library's first guess. A large FP8
-// product of the forward pass takes that of the nearest row, where it has none: there the first
-// guess of the library is 5 to 15 % slower than what tuning finds, at nearly all sizes. Others have
-// rows at few sizes, so their guess stays.
+// The algorithm of the problem's own row; nothing means the first guess of cuBLASLt's heuristic. A
+// large FP8 GEMM of the forward without a row takes the algorithm of the nearest row: there the
+// first guess is 5 to 15 % slower than what tuning finds, at nearly all sizes. Other GEMMs have
+// rows for few sizes, so they keep the first guess.
 inline std::optional<GemmAlgorithm> find_in_table(const GemmProblem& problem) {
   constexpr double kFarthest = 1.5;
   const bool looks_around = problem.fast_accumulation && fills_the_gpu(problem);

@@ -1,5 +1,5 @@
-// Searches for launch policies take up to microseconds; a model asks for the same few shapes again
-// and again.
+// A cache for launch policies: a search takes up to microseconds, and a model asks for the same few
+// shapes again and again.
 #pragma once
 
 #include <array>
@@ -8,8 +8,8 @@
 
 namespace te::cuda {
 
-// search(shape), memoized for the last shapes of this thread, which are told apart by `hash`. No
-// shape is equal to `Shape{}`.
+// Returns search(shape). Each thread keeps the results of its last shapes, in a table whose entry
+// is chosen by `hash`. `Shape{}` marks an empty entry, so no shape may be equal to it.
 template <class Shape, class Policy>
 Policy memoized(const Shape& shape, int64_t hash, Policy (*search)(const Shape&)) {
   thread_local std::array<std::pair<Shape, Policy>, 8> known{};

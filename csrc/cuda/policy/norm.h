@@ -1,4 +1,5 @@
-// Launch knobs of the norm kernels, as data: plain arithmetic without CUDA (norm_policy_test.cpp).
+// Launch parameters of the norm kernels. Plain arithmetic without CUDA, so that a CPU test can
+// check it (norm_policy_test.cpp).
 #pragma once
 
 #include <algorithm>
@@ -29,18 +30,18 @@ constexpr NormRowsPolicy norm_rows_policy(int64_t packs_per_row) {
   return {.threads = static_cast<int>(threads), .rows = 1, .packs = 4};
 }
 
-// Blocks of a grid whose blocks loop over `items`: at most `resident`, all with the same number of
-// rounds, so that none runs alone at the end.
+// The number of blocks for a grid whose blocks loop over `items`: the fewest that need no more
+// rounds than `resident` blocks would, so that no block runs alone at the end.
 constexpr int64_t balanced_grid(int64_t items, int64_t resident) {
   if (items <= resident) return std::max<int64_t>(items, 1);
   const int64_t rounds = (items + resident - 1) / resident;
   return (items + rounds - 1) / rounds;
 }
 
-// Forward to FP8 with a transposed result: clusters of blocks stay and take tile after tile of
-// `rows` rows. A block's part of a tile is `steps` steps of 16 Ki / rows columns; its ring holds
-// `slots` steps, and the parts of sums of `part_tiles` tiles. 64 rows make the transposed stores
-// half lines, 32 rows whole sectors.
+// Forward to FP8 with a transposed result, by persistent clusters of blocks that take tile after
+// tile of `rows` rows. A block's part of a tile is `steps` steps of 16 Ki / rows columns. Its ring
+// holds `slots` steps, and partial sums are kept for `part_tiles` tiles. With 64 rows, transposed
+// stores write half cache lines, with 32 rows whole sectors.
 struct NormTilesPolicy {
   int rows = 0;  // 0: the row does not fit
   int steps = 0;
@@ -51,29 +52,31 @@ struct NormTilesPolicy {
 };
 
 inline constexpr int64_t kStepElements = 16384;
-inline constexpr int kNormTileUnitCols = 256;  // of a row, whose sums one warp finds
+inline constexpr int kNormTileUnitCols = 256;  // columns of a row that one warp sums
 inline constexpr int kNormTileGroups = 2;  // groups of warps of a block, which take steps in turn
 inline constexpr int kNormTileSlots = 6;
 inline constexpr int kNormPartTiles = 8;
 inline constexpr int64_t kTileReserve = 4 << 10;  // barriers, statistics, moments
 
-// Who sends the sums of a tile overwrites those of `part_tiles` tiles before, which all blocks of
-// the cluster must have merged. A group that sends a step ahead has written the step before its
-// last one, so it has had the sums of that tile from everyone; those who sent them had written what
-// they had sent two steps before.
+// Returns for how many tiles partial sums are kept. The sums of a tile overwrite those of
+// `part_tiles` tiles before, which all blocks of the cluster must have merged by then. A tile has
+// `steps` steps, which the two groups of a block take in turn. Counted in the steps of one group:
+// when it sends step s, one step ahead, it has written step s - 2, for which all blocks had sent
+// their sums. When they sent those, they had written step s - 4, and merged the sums of that step's
+// tile. Without `ahead` these are steps s - 1 and s - 2.
 constexpr int norm_part_tiles(int steps, bool ahead) {
   if (!ahead) return steps == 1 ? 4 : 2;
   return steps == 1 ? 8 : steps < 4 ? 4 : 2;
 }
 
-// The sums of a unit of columns of a row are eight bytes.
+// Shared memory of a block: the ring, and eight bytes of sums for each row and unit of columns.
 constexpr int64_t norm_tiles_bytes(const NormTilesPolicy& p, int64_t element_size) {
   const int64_t parts = kStepElements / kNormTileUnitCols * p.cluster * p.steps * p.part_tiles;
   return p.slots * kStepElements * element_size + parts * 8;
 }
 
-// The policy with slots and parts of sums, as far as there is room; without rows if a tile does not
-// fit.
+// Adds slots and partial sums to a policy, as many as there is room for. Returns a policy of 0 rows
+// if a tile does not fit.
 constexpr NormTilesPolicy norm_tiles_ring(NormTilesPolicy p, int64_t element_size,
                                           const DeviceLimits& device) {
   for (const bool ahead : {true, false}) {
@@ -81,19 +84,21 @@ constexpr NormTilesPolicy norm_tiles_ring(NormTilesPolicy p, int64_t element_siz
     p.part_tiles = norm_part_tiles(p.steps, ahead);
     p.slots = 0;
     const int64_t room = device.shared_bytes - kTileReserve - norm_tiles_bytes(p, element_size);
-    // More steps than are computed and on their way gain nothing.
+    // More slots than for the steps that are computed or being loaded gain nothing.
     const int most = std::min(p.steps + 3, kNormTileSlots);
     p.slots = static_cast<int>(std::min<int64_t>(room / (kStepElements * element_size), most));
-    // Where a tile is one group's, the groups know nothing of each other's slots.
+    // If a tile is one step, it belongs to one group, and the groups do not wait for each other. So
+    // they must not share slots: each has half of them.
     if (p.steps < kNormTileGroups) p.slots = p.slots / kNormTileGroups * kNormTileGroups;
     if (p.slots >= p.steps && p.slots >= (ahead ? 2 : 1) * kNormTileGroups) return p;
   }
   return {};
 }
 
-// By a rough model in units of a step's time: a cluster's rounds, of which half a one fills and
-// empties the ring, take their steps and a little more; less is hidden where a tile has more steps
-// than groups, or sums are waited for, and short columns are written at lower speed.
+// The cost of a policy by a rough model, to compare policies. A cluster takes one round per tile,
+// and half a round more to fill and empty the ring. A round takes the time of its steps and a
+// little more. A round hides less latency if a tile has more steps than there are groups, and still
+// less if sums are not sent ahead. Columns of 32 rows are written a little slower.
 constexpr int64_t norm_tiles_cost(const NormTilesPolicy& p, int64_t rows,
                                   const DeviceLimits& device) {
   const int64_t tiles = (rows + p.rows - 1) / p.rows, resident = device.resident(p.cluster);
@@ -128,15 +133,16 @@ constexpr NormTilesPolicy norm_tiles_policy(const NormTilesShape& s) {
   return best;
 }
 
-// All of them with the same number of rounds.
+// The number of clusters in the grid.
 constexpr int64_t norm_tiles_clusters(const NormTilesPolicy& p, int64_t tiles,
                                       const DeviceLimits& device) {
   return balanced_grid(tiles, device.resident(p.cluster));
 }
 
-// Backward: clusters of blocks stay and take batch after batch of rows. A block holds `width`
-// columns of `groups` rows; `threads` threads hold up to `packs` packs of one row each. Batches
-// come into shared memory `stages` deep. Each cluster leaves one row of partial dgamma and dbeta.
+// Backward, by persistent clusters of blocks that take batch after batch of rows. A block handles
+// `width` columns of `groups` rows; for each row it has `threads` threads, which hold up to `packs`
+// packs each. Shared memory holds `stages` batches. Each cluster writes one row of partial dgamma
+// and dbeta.
 struct NormBackwardPolicy {
   int cluster = 0;  // 0: the row does not fit
   int width = 0;
@@ -159,10 +165,10 @@ struct NormBackwardShape {
 
 inline constexpr int64_t kBackwardThreads = 512;
 inline constexpr int64_t kBackwardGroups = 16;
-inline constexpr int64_t kBackwardStages = 3;  // with fewer the memory waits for the sums
+inline constexpr int64_t kBackwardStages = 3;  // with fewer, loads wait for the sums of a batch
 inline constexpr int64_t kBackwardFewestStages = 2;
 
-// Bytes that the batches and gamma may take: with more than this nothing is gained.
+// Bytes of shared memory for the batches and gamma. More than kMost gains nothing.
 constexpr int64_t norm_backward_room(const DeviceLimits& device) {
   constexpr int64_t kMost = 216 << 10, kReserve = 4 << 10;
   return std::min(device.shared_bytes - kReserve, kMost);
@@ -185,10 +191,11 @@ constexpr int64_t norm_backward_clusters(const NormBackwardShape& s, const NormB
   return std::max<int64_t>(std::min({batches, s.max_parts, s.device.resident(p.cluster)}), 1);
 }
 
-// Clocks by a rough model: a round takes as long as its bytes take at a multiprocessor's share of
-// the bandwidth (18 bytes a clock), or as its instructions (18 per value and 90 per thread, so many
-// a clock as that many warps keep going) and the meeting of the sums take. Partial sums go out and
-// come back through L2.
+// The clocks that a policy takes, by a rough model. A round takes the longer of two times. The
+// first is that of its bytes, at a multiprocessor's share of the bandwidth (18 bytes per clock).
+// The second is that of its instructions (18 per value and 90 per thread, issued at a rate that
+// grows with the number of warps), plus that of combining the sums. Partial sums are written to L2
+// and read back.
 constexpr int64_t norm_backward_clocks(const NormBackwardShape& s, const NormBackwardPolicy& p) {
   const int64_t clusters = norm_backward_clusters(s, p);
   const int64_t batches = (s.rows + p.groups - 1) / p.groups;
@@ -222,8 +229,8 @@ constexpr NormBackwardPolicy norm_backward_policy(const NormBackwardShape& s) {
   return best;
 }
 
-// Backward of narrow rows, one pack a lane: one block on each of `blocks` multiprocessors, whose
-// threads hold `rows` rows at a time, each in `lanes` lanes.
+// Backward of narrow rows, with one pack per lane. There is one block on each of `blocks`
+// multiprocessors, whose threads hold `rows` rows at a time, each row in `lanes` lanes.
 struct NormNarrowPolicy {
   int lanes = 0;  // 8, 16 or 32; 0: the row does not fit
   int rows = 0;
@@ -232,7 +239,8 @@ struct NormNarrowPolicy {
 
 inline constexpr int kNormNarrowThreads = 768;
 
-// As few rows at a time as the number of rounds allows, so that all multiprocessors have as many.
+// Chooses as few rows at a time as the number of rounds allows, so that all multiprocessors get the
+// same number of rows.
 constexpr NormNarrowPolicy norm_narrow_policy(int64_t rows, int64_t packs_per_row,
                                               int64_t most_blocks) {
   if (packs_per_row > 32) return {};
@@ -247,9 +255,11 @@ constexpr NormNarrowPolicy norm_narrow_policy(int64_t rows, int64_t packs_per_ro
           static_cast<int>((rows + rows_in_all - 1) / rows_in_all)};
 }
 
-// Forward: a few rows more than the chip holds at once are shared out evenly. With many, blocks
-// that take one row each and go keep all multiprocessors in one place of the tensor, which memory
-// likes; blocks that each have something to report at their end stay instead.
+// The grid of the forward, for `items` blocks' worth of rows. If these are at most four times what
+// the GPU holds at once, persistent blocks divide them evenly. If there are more, each block takes
+// one item and exits: then all multiprocessors work in one region of the tensor, which memory
+// serves faster. `staying` asks for persistent blocks in any case, such as those that report an
+// amax at their end.
 constexpr int64_t norm_rows_grid(int64_t items, int64_t resident, bool staying) {
   if (!staying && items > 4 * resident) return items;
   return balanced_grid(items, resident);

@@ -1,5 +1,5 @@
-// How a softmax row is shared out among threads. Plain arithmetic without CUDA, so that a CPU test
-// can enumerate it (tests/cpp/softmax_policy_test.cpp).
+// How a softmax row is divided among threads. Plain arithmetic without CUDA, so that a CPU test can
+// enumerate it (tests/cpp/softmax_policy_test.cpp).
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,11 @@ struct SoftmaxPolicy {
   static constexpr int kWarp = 32;
   static constexpr int kRowsPerBlock = 4;  // where a warp has a row of its own
   static constexpr int kMaxThreads = 512;  // per row: leaves 128 registers to each
-  // Accesses of a thread, all in flight at once. 8 of 16 bytes are what fits the registers as
-  // fp32; one row of 2048 16-bit keys is then one warp's, with no barrier.
+  // The most accesses of a thread, all in flight at once. 8 accesses of 16 bytes, converted to
+  // fp32, still fit the registers. So one warp can handle a row of 2048 16-bit keys, without a
+  // barrier.
   static constexpr int kMostPacks = 8;
-  static constexpr int kMostSinglePacks = 32;  // of one element, where 16 bytes cannot be accessed
+  static constexpr int kMostSinglePacks = 32;  // of one element, if 16 bytes cannot be accessed
 
   bool aligned = false;  // every access takes 16 bytes
   int packs = 0;         // accesses per thread; 0: a loop, the row does not fit the registers

@@ -1,4 +1,4 @@
-// Launch knobs of the tile map (device/tile_map.cuh), by what its function reads and writes.
+// Launch parameters of the tile map (device/tile_map.cuh), by what its function reads and writes.
 #pragma once
 
 namespace te::cuda {
@@ -7,16 +7,18 @@ struct TileMapPolicy {
   int blocks_per_multiprocessor;  // the register budget: 65536 / (256 * blocks) a thread
   int loads_in_flight;            // 16-byte loads that a thread issues before it uses the first
 
-  // On architectures that were not measured, which want some registers more.
+  // The blocks on architectures that were not measured, where kernels need a few more registers.
   constexpr int blocks_elsewhere() const {
     return blocks_per_multiprocessor > 1 ? blocks_per_multiprocessor - 1 : 1;
   }
 };
 
-// Two aims: enough loads in flight to hide memory (32 KiB on each multiprocessor would do, this is
-// 96 KiB and more), and enough blocks that some load while others compute and store.
+// There are two aims: enough loads in flight to hide the latency of memory (32 KiB on each
+// multiprocessor are enough, most policies have 96 KiB and more), and enough blocks that some load
+// while others compute and store.
 //
-// Moments stay in 20 registers from row to row, in some more of fp16, whose sums are folded often.
+// Moments take 20 registers from row to row, and a few more for fp16, whose sums are folded more
+// often.
 template <class Function>
 constexpr TileMapPolicy tile_map_policy(bool wide, bool moments = false, bool half = false) {
   if (!wide) return {1, 8};  // the general path spends registers on addresses
