@@ -17,7 +17,7 @@ struct AttentionStrides {
 // All members are 64-bit integers, without padding between them: the bytes of a key can be hashed.
 struct AttentionKey {
   int64_t device = 0, dtype = 0, backward = 0;
-  int64_t grad_dtype = 0;  // of the backward
+  int64_t grad_dtype = 0;  // dtype of the gradients, in the backward
   int64_t packed = 0;      // tensors have offsets for each sequence
   int64_t padded = 0;      // cuDNN is told the length of each sequence
   // In the thd format, the batch, the longest lengths and the tokens are rounded up, so that few

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
                                   const float* factors, float smoothing, float evenly, T* dx,
                                   int classes) {
   follow_previous_kernel();
-  // From the end, where the forward was last: its rows are still in L2.
+  // Rows are taken from the end, which the forward has read last: its rows are still in L2.
   const int64_t row = gridDim.x - 1 - blockIdx.x, start = row * classes;
   const int label = labels[row];
   const float log_sum = log_sums[row], factor = factors == nullptr ? 1.0f : factors[row];

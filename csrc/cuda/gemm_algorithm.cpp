@@ -100,7 +100,7 @@ std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
   const auto& [a, b, c, d] = terms.layouts;
   const cublasStatus_t status = cublaslt().heuristic(
       terms.handle, terms.desc, a, b, c, d, preference.get(), limit, results.data(), &found);
-  // Some combinations that no kernel takes are called invalid.
+  // For some combinations that no kernel supports, cuBLASLt returns INVALID_VALUE.
   if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE)
     check(status, kOp, "cublasLtMatmulAlgoGetHeuristic");
   std::vector<cublasLtMatmulAlgo_t> algorithms;

@@ -245,7 +245,7 @@ void run(const MergePartsArgs& how, cudaStream_t stream) {
     return wide ? launch<Out, Part, V, kParts>(how, stream)
                 : launch<Out, Part, 1, kParts>(how, stream);
   };
-  // Most rings have two ranks, and a kernel for two parts needs less than one for four.
+  // Most rings have two ranks, and a kernel for two parts needs fewer registers than one for four.
   how.parts.size() <= 2 ? start(std::integral_constant<int, 2>{})
                         : start(std::integral_constant<int, kMostParts>{});
 }

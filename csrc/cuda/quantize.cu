@@ -121,7 +121,7 @@ struct Matrix {
 struct Matrices {
   TensorBatch<Matrix, 48> tensors;  // arguments of a kernel are at most 4 KiB
   bool e5m2;
-  bool wide = true;  // all of them
+  bool wide = true;  // all matrices allow wide accesses
 };
 static_assert(sizeof(Matrices) <= 4096);
 

@@ -102,7 +102,7 @@ __device__ __forceinline__ Share share_of_block(const Rope<T>& args) {
 
 // The unit that a thread takes.
 struct Unit {
-  uint32_t place, row, index;  // in the block, of the place, in the head
+  uint32_t place, row, index;  // place in the block, row of the place, unit of the head
   bool exists, rotates;
 };
 

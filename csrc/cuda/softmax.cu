@@ -18,7 +18,7 @@ constexpr int kMaxThreads = SoftmaxPolicy::kMaxThreads;
 
 // ---- Arithmetic of one pack -------------------------------------------------------------------
 
-// A row that sees nothing has inverse 0, so its zero weights stay zero.
+// A row that sees no key has a sum of 0. Its inverse is 0 too, so that its weights are 0, not NaN.
 __device__ __forceinline__ float inverse_of(float sum) {
   return sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 }

@@ -12,7 +12,7 @@ inline constexpr int kArchitecture = 0;
 #endif
 
 inline constexpr bool kHasFp8Conversion = kArchitecture >= 89;
-// Clusters of blocks, bulk copies by the copy engine, dependent launch.
+// Clusters of blocks, bulk copies (cp.async.bulk), dependent launch.
 inline constexpr bool kHasClusters = kArchitecture >= 90;
 
 // Returns the second argument of __launch_bounds__: how many blocks of `threads` threads must fit

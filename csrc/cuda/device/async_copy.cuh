@@ -37,7 +37,7 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier,
                "r"(arrivals)
                : "memory");
   if constexpr (kHasClusters) {
-    // The copy engine and the other blocks of a cluster must see the barrier as initialised.
+    // Bulk copies and the other blocks of a cluster must see the barrier as initialised.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

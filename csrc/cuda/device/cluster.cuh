@@ -7,8 +7,8 @@
 
 namespace te::cuda {
 
-// Stores before the arrive are visible after the matching wait. This includes stores to global
-// memory, for which the barrier has to wait: it does not belong into a loop that writes results.
+// Stores before the arrive are visible after the matching wait. The barrier waits for stores to
+// global memory too, so it does not belong into a loop that writes results.
 __device__ __forceinline__ void cluster_arrive() {
   if constexpr (kHasClusters) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

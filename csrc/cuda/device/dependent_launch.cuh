@@ -13,8 +13,8 @@
 
 namespace te::cuda {
 
-// Once every block of this kernel has called it, blocks of the next kernel may occupy free places
-// on the multiprocessors, where they wait.
+// Allows the next kernel to start. Once every block of this kernel has called this function, blocks
+// of the next kernel may occupy free places on the multiprocessors, where they wait.
 __device__ __forceinline__ void admit_next_kernel() {
   if constexpr (kHasClusters) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

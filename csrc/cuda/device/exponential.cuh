@@ -12,8 +12,8 @@ __device__ __forceinline__ float fast_exp(float x) {
   return result;
 }
 
-// What is subtracted from the scores of a row: the largest one, or 0 if all are -Inf. Then exp(-Inf
-// - 0) gives zeros, where exp(-Inf + Inf) would give NaN.
+// What is subtracted from the scores of a row: the largest one, or 0 if all are -Inf. Subtracting
+// -Inf from -Inf would give NaN; this way their exponentials are 0.
 __device__ __forceinline__ float shift_of(float largest) {
   return largest == minus_infinity() ? 0.0f : largest;
 }

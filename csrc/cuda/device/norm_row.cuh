@@ -54,8 +54,8 @@ struct Packed {
   }
 
   // Loads if `wanted`, else keeps the old values. The load is predicated, because a branch would
-  // cost moves between registers. kPastL1: the load bypasses the L1 cache, to leave it to gamma and
-  // beta, which a persistent block reads for every row.
+  // cost moves between registers. kPastL1: the load allocates no line in the L1 cache, to leave it
+  // to gamma and beta, which a persistent block reads for every row.
   template <bool kPastL1>
   __device__ __forceinline__ void load_where(const void* from, bool wanted) {
     static_assert(kWords == 4);

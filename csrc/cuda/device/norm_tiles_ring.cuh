@@ -83,7 +83,7 @@ class Ring {
   __device__ __forceinline__ int lane() const { return lane_; }
   __device__ __forceinline__ int warp() const { return warp_; }  // number in the group
 
-  // Steps of this warp's group.
+  // The first step of this warp's group, the next one, and whether a step exists.
   __device__ __forceinline__ Step first() const { return Step{}.plus(group(), p.policy); }
   __device__ __forceinline__ Step next(const Step& step) const {
     return step.plus(kGroups, p.policy);
@@ -151,8 +151,8 @@ class Ring {
   }
 
  private:
-  // Each lane copies its own columns. Bulk copies would take one for each row of a warp, with more
-  // instructions than these copies need.
+  // Each lane copies its own columns. A bulk copy for each row of a warp would take more
+  // instructions than these copies.
   __device__ __forceinline__ void load(const Step& step) const {
     const int rows = has_columns(step) ? this->rows(step) : 0;
     const In* from = static_cast<const In*>(p.x) + row(step) * p.cols + column(step);

@@ -4,14 +4,15 @@
 // deviations from a pivot, which a warp takes from its first elements, so that variances stay
 // accurate when the mean is large. Deviations are scaled by a power of two, so that their squares
 // stay within the range of fp32 for |x| from 2^-72 to 2^30. The result tells whether this was
-// accurate enough (is_exact); if not, the warp takes the sums again in fp64. Only there, NaN and
-// infinities are counted.
+// accurate enough (is_exact); if not, the warp takes the sums again in fp64. NaN and infinities are
+// counted only there.
 //
 // Minimum and maximum are found from the bits, two elements of 16 bits at a time. A float is a sign
-// and a magnitude: compared as signed integers, those without a sign bit are in the order of their
-// values and above all others, so the largest is the maximum. Compared as unsigned integers, those
-// with a sign bit are above all others in the order of their magnitudes, so the largest is the
-// minimum.
+// and a magnitude. Compared as signed integers, floats without a sign bit are in the order of their
+// values and above all others, so the largest integer is the maximum. Compared as unsigned
+// integers, floats with a sign bit are above all others in the order of their magnitudes, so the
+// largest integer is the minimum. If all elements are negative, or none is, the other extreme is
+// the one with the smallest magnitude.
 #pragma once
 
 #include "core/moments.h"
@@ -29,10 +30,9 @@ class OctetExtremes {
   __device__ __forceinline__ static uint32_t magnitude(uint32_t word) { return word & ~kSigns; }
 
   __device__ __forceinline__ void add(uint32_t a, uint32_t b) {
-    // Adding 0x7fff (fp32: 0x7fffffff) to the bits of |x| gives a negative integer for all but 0:
-    // -0x8000 + |x| - 1, which is in the order of magnitudes. For 0 it gives the largest integer.
-    // So the least integer belongs to the smallest |x| that is not 0, and signs tell how many are
-    // not 0.
+    // Let m be the bits of |x|. Adding 0x7fff (fp32: 0x7fffffff) to m gives a negative integer, in
+    // the order of m, unless m is 0: then it gives the largest integer. So the minimum belongs to
+    // the smallest |x| that is not 0, and sign bits tell which elements are not 0.
     const uint32_t p = magnitude(a) + ~kSigns, q = magnitude(b) + ~kSigns;
     if constexpr (kPacked) {
       highest_ = __vimax3_s16x2(highest_, a, b);

@@ -16,7 +16,7 @@ struct QuantizedSink {
   __device__ __forceinline__ explicit operator bool() const { return scales; }
 
   // Returns the scale to multiply by. With delayed scaling one thread of the grid, the `writer`,
-  // also stores the pair {1 / scale, scale} for those who read the codes.
+  // also stores the pair {1 / scale, scale} for the consumers of the codes.
   __device__ __forceinline__ float scale_used(bool writer) const {
     if (!scale) return scales[1];
     const float value = *scale;

@@ -60,7 +60,7 @@ __device__ __forceinline__ CodeBlock transposed(const CodeBlock& block) {
 struct TileTarget {
   uint8_t* to;    // code (0, 0) of the tile
   int64_t pitch;  // the distance between columns: the rows of the whole matrix, or more
-  int rows;       // that exist in this tile; may exceed its size
+  int rows;       // rows that exist from the tile's first on, at least those of the tile
   int cols;
   bool wide;  // `to` and `pitch` are multiples of 16
 };

@@ -14,7 +14,7 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
 }
 
 // Forward with a row in registers. A pack is 16 bytes of x; a thread holds up to `packs` of them:
-// enough loads in flight, and few enough threads a row that summing over them stays cheap.
+// enough loads in flight, and so few threads per row that summing over them stays cheap.
 struct NormRowsPolicy {
   int threads = 0;  // per row: 8, 16 or whole warps; 0: the row does not fit
   int rows = 1;     // per block
