@@ -1,12 +1,12 @@
-// Activations and their derivatives in fp32, one text for both backends.
+// Activation functions and their derivatives in fp32. Both backends compile this code.
 //
 // GELU (tanh form), QuickGELU and SiLU are one function with different numbers, because
 // 0.5 (1 + tanh(u)) = sigmoid(2u):
 //   y  = x s                        s = sigmoid(p(x)),  p(x) = x (linear + cubic x^2)
 //   y' = s + x s (1 - s) p'(x)      p'(x) = linear + 3 cubic x^2
-// ReLU and squared ReLU are the other pair. NaN goes through both.
+// ReLU and squared ReLU share a second function. The value at NaN is NaN for all of them.
 //
-// A gated activation is act(x1) * h(x2): h is x2 itself, or x2 clamped and shifted.
+// A gated activation is act(x1) * h(x2), where h(x2) is x2 itself, or x2 clamped and shifted.
 #pragma once
 
 #include <cmath>
@@ -17,8 +17,8 @@
 
 namespace te {
 
-// The numbers are part of the Python binding; the odd ones are gated. The last two have no plain
-// form, so 10 and 12 are none.
+// The numbers are part of the Python binding. A gated activation has an odd number, and its plain
+// form the even number before that. The last two have no plain form, so 10 and 12 are unused.
 enum class ActivationKind : int32_t {
   Gelu = 0,  // tanh form
   Geglu = 1,
@@ -34,17 +34,17 @@ enum class ActivationKind : int32_t {
   Glu = 13,            // sigmoid(x1) * x2
 };
 
-// Of the clamped kind; others ignore them. The defaults are those of gpt-oss.
+// Parameters of ClampedSwiglu; other kinds ignore them. The defaults are those of gpt-oss.
 struct ActivationParameters {
-  float limit = 7.0f;  // of x1 from above, of x2 from both sides
-  float alpha = 1.702f;
-  float offset = 1.0f;  // added to the clamped x2
+  float limit = 7.0f;    // x1 is clamped to at most limit, x2 to [-limit, limit]
+  float alpha = 1.702f;  // factor of the sigmoid's argument
+  float offset = 1.0f;   // added to the clamped x2
 };
 
 constexpr bool is_gated(ActivationKind kind) { return static_cast<int32_t>(kind) % 2 == 1; }
 
-// 1 / (1 + 2^q). The device's two approximate instructions are good to about 2e-7 of the result;
-// what is smaller than the smallest normal number becomes zero there.
+// 1 / (1 + 2^q). The device takes two approximate instructions (ex2, rcp) with a relative error of
+// about 2e-7, which flush results below the smallest normal number to zero.
 TE_HD float reciprocal_of_1_plus_exp2(float q) {
 #if defined(__CUDA_ARCH__)
   float power, result;
@@ -84,8 +84,9 @@ struct ValueAndGradient {
   float gradient;  // dy * act'(x)
 };
 
-// Beyond +-limit the sigmoid is 0 or 1 in fp32. Holding x there keeps inf * 0 out of the formulas,
-// and the results at infinity are their limits: value 0 or inf, derivative 0 or 1.
+// GELU, QuickGELU and SiLU: x sigmoid(p(x)), see the top of this file. Beyond +-limit the sigmoid
+// is 1 in fp32, or smaller than every normal number. So x is clamped to [-limit, limit], which
+// avoids inf * 0 and gives the right limits at infinity: value 0 or inf, derivative 0 or 1.
 struct SigmoidUnit {
   float linear, cubic, limit;
 
@@ -98,13 +99,14 @@ struct SigmoidUnit {
 
  private:
   TE_HD float hold(float x) const { return at_most(at_least(x, -limit), limit); }
-  // sigmoid(p(x)): the exponential is taken to the base that the hardware has.
+  // sigmoid(p(x)) as 1 / (1 + 2^(-p(x) log2(e))), because the hardware computes powers of 2.
   TE_HD float sigmoid(float x) const {
     return reciprocal_of_1_plus_exp2(x * (-kLog2E * linear + -kLog2E * cubic * (x * x)));
   }
 };
 
-// sigmoid(x). What is left to 1 is sigmoid(-x): a difference would lose its digits.
+// sigmoid(x), with the derivative s (1 - s). The factor 1 - s is computed as sigmoid(-x), because
+// the subtraction would lose digits where s is near 1.
 struct LogisticUnit {
   TE_HD float value(float x) const { return reciprocal_of_1_plus_exp2(-kLog2E * x); }
   TE_HD ValueAndGradient value_and_gradient(float x, float dy) const {
@@ -113,7 +115,7 @@ struct LogisticUnit {
   }
 };
 
-// Where the unit is off the gradient is zero, whatever comes in (an overflowed dy, say).
+// ReLU or its square. For x <= 0 the gradient is exactly zero, even if dy is Inf or NaN.
 struct RectifiedUnit {
   bool squared;
 
@@ -126,8 +128,9 @@ struct RectifiedUnit {
   }
 };
 
-// g sigmoid(alpha g), g = min(x, limit). The gradient is zero where x is cut off; at the
-// limit itself it is not. Below `lowest` the sigmoid is 0.
+// g sigmoid(alpha g), g = min(x, limit). The gradient is zero for x > limit, but not at the limit
+// itself. x is also clamped to at least `lowest`, where the sigmoid is smaller than every normal
+// number.
 struct ClampedUnit {
   float alpha, lowest, limit;
 
@@ -165,7 +168,7 @@ struct ClampedFactor {
   TE_HD float gradient(float x, float dy) const { return x < -limit || x > limit ? 0.0f : dy; }
 };
 
-// Calls f(unit, factor) with what is behind the kind.
+// Calls f(unit, factor) with the functors that compute act and h of this kind.
 template <class F>
 decltype(auto) dispatch_activation(ActivationKind kind, const ActivationParameters& p, F&& f) {
   constexpr float kGeluLinear = 1.5957691216f;  // 2 sqrt(2 / pi)

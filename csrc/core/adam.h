@@ -7,11 +7,11 @@
 
 namespace te {
 
-// What all values of a step share.
+// The constants of one step, which are equal for all values.
 struct AdamStep {
-  float factor;                    // of gradients
-  float gradient_decay;            // added to the gradient, of the parameter; 0 where decoupled
-  float parameter_factor;          // 1 - rate * decay where decoupled, else 1
+  float factor;                    // multiplies every gradient
+  float gradient_decay;            // this times the parameter is added to the gradient; AdamW: 0
+  float parameter_factor;          // AdamW (decoupled): 1 - rate * decay, else 1
   float mean_decay, square_decay;  // beta
   float mean_gain, square_gain;    // 1 - beta
   float step_size;                 // rate / (1 - beta1^step)
@@ -32,7 +32,8 @@ TE_HD AdamValue stepped(const AdamStep& s, AdamValue value, float gradient) {
   return value;
 }
 
-// What the host knows, and what it leaves on the device.
+// The settings of the optimizer, which the host knows. The number of the step, the learning rate
+// and the factor of gradients are tensors, so on CUDA the kernel calls `at`.
 struct AdamRules {
   float log_beta1, log_beta2, mean_decay, square_decay, mean_gain, square_gain, epsilon, decay;
   bool decoupled;

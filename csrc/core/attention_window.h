@@ -1,5 +1,6 @@
-// Which keys a query may see: a band around a diagonal. Causal attention is the band without a
-// right side. Both backends and every attention kernel ask this one function.
+// The keys that a query may attend to: a band around a diagonal of the score matrix (a sliding
+// window). Causal attention is the band with right = 0 and an unlimited left side. Every kernel of
+// this project that needs the range, on the CPU and on CUDA, calls `visible_keys`.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ struct AttentionWindow {
   bool unlimited() const { return left < 0 && right < 0; }
 };
 
-// Keys first ... end - 1; first == end where there is none.
+// Keys first ... end - 1; first == end if there is none.
 struct KeyRange {
   int64_t first;
   int64_t end;

@@ -1,4 +1,5 @@
-// A rank of this host for which another one waits on the CPU.
+// A rank of the same host that a rank waits for on the CPU, and how it can tell that the awaited
+// process has ended.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace te {
 struct AwaitedRank {
   int rank;
   int64_t timeout;    // in milliseconds
-  int64_t lock_file;  // of which rank r locks byte r as long as it lives; -1 if there is none
+  int64_t lock_file;  // file descriptor: rank r has byte r locked while it lives; -1: no such file
 };
 
 }  // namespace te

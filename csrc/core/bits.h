@@ -1,4 +1,4 @@
-// Reinterpretation between floating point and its bits, on host and device.
+// Conversion between a floating-point number and its bit pattern, on host and device.
 #pragma once
 
 #include <bit>

@@ -1,4 +1,5 @@
-// Division of many numbers by one that is known before: a multiplication and a shift.
+// Division of many integers by the same divisor. The constructor computes a factor and a shift,
+// with which each quotient takes a multiplication, an addition and a shift instead of a division.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace te {
 
-// Divides 0 ... 2^31 - 1 by 1 ... 2^31.
+// Divides numbers of 0 ... 2^31 - 1 by a divisor of 1 ... 2^31.
 class Divisor {
  public:
   explicit Divisor(uint32_t value) : value_(value) {

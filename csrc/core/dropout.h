@@ -11,8 +11,8 @@
 
 namespace te {
 
-// Elements 8 * group ... 8 * group + 7 share a draw of four words, 16 random bits each: more would
-// cost more time than the memory that dropout reads and writes.
+// Elements 8 * group ... 8 * group + 7 share one draw of four 32-bit words, 16 random bits for each
+// element. With more bits per element, drawing would take longer than reading and writing memory.
 inline constexpr int kElementsPerDraw = 8;
 
 struct DropoutRule {
@@ -28,7 +28,7 @@ inline DropoutRule dropout_rule(float p) {
   return {static_cast<uint32_t>(threshold), static_cast<float>(kSteps / (kSteps - threshold))};
 }
 
-// Of element `element` of a draw, 0 to 7.
+// The 16 random bits of an element, 0 to 7, of a draw.
 TE_HD uint32_t random_bits(const PhiloxWords& words, int element) {
   const uint32_t low = (element & 2) != 0 ? words.at[1] : words.at[0];
   const uint32_t high = (element & 2) != 0 ? words.at[3] : words.at[2];

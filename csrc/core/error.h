@@ -1,5 +1,6 @@
-// Errors that cross the language line: Kind decides the Python exception, the text says
-// `[op] expected ..., got ...`. Nothing in the core throws anything else on purpose.
+// Errors that C++ throws and Python receives. The kind selects the type of the Python exception;
+// the text has the form `[op] expected ..., got ...`. The core throws no other exceptions on
+// purpose.
 #pragma once
 
 #include <sstream>

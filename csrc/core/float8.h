@@ -1,8 +1,8 @@
 // FP8 codecs: E4M3 (no infinity, NaN = 0x7f) and E5M2 (IEEE-like).
 // Encoding rounds to nearest even and saturates to the largest finite value, infinities included;
-// NaN stays NaN (code 0x7f with sign 0 for both formats). The integer text below is the meaning;
-// from compute capability 8.9 on the hardware conversion gives the same codes
-// (tests/cpp/float8_test.cpp shows it).
+// NaN stays NaN (code 0x7f with sign 0 for both formats). The integer arithmetic below defines the
+// result. GPUs of compute capability 8.9 and newer use their conversion instruction instead, which
+// gives the same codes (tests/cpp/float8_test.cpp compares them).
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,16 @@
 
 namespace te {
 
-// Encodes |x| by adding the right power of two: fp32's own rounding then drops the extra bits.
+// Returns the FP8 code of |x|, given as fp32 bits, rounded to nearest even. For a normal result,
+// half of the last kept bit (or a little less for a tie that goes down) is added to the bits, the
+// bias of the exponent is changed, and the extra bits are shifted out.
 template <int kMantissaBits, int kMinExponent>
 TE_HD uint32_t round_magnitude(uint32_t magnitude) {
   constexpr int kDropped = 23 - kMantissaBits;
   constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(127 + kMinExponent) << 23;
   if (magnitude < kSmallestNormal) {
-    // The ulp of `anchor` is the format's subnormal step, so the addition rounds to it.
+    // Subnormal result: the ulp of `anchor` is the format's smallest step, so the fp32 addition
+    // rounds |x| to a multiple of it, whose number is then in the low bits of the sum.
     constexpr uint32_t kAnchor = static_cast<uint32_t>(127 + kMinExponent + kDropped) << 23;
     return float_bits(bits_float(magnitude) + bits_float(kAnchor)) - kAnchor;
   }

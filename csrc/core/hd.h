@@ -1,4 +1,5 @@
-// TE_HD marks the functors that both backends call, so that one text is the meaning on CPU and GPU.
+// TE_HD marks functions that are compiled for host and device, so that both backends share their
+// arithmetic.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -10,14 +10,15 @@ namespace te {
 
 inline constexpr float kNoKey = -std::numeric_limits<float>::infinity();
 
-// The one log-sum-exp that says that there is no key; attention backends write either infinity.
+// Turns +inf into -inf. Attention backends write either infinity for a query that sees no key.
 TE_HD float with_no_key(float log_sum_exp) {
   return std::isinf(log_sum_exp) ? kNoKey : log_sum_exp;
 }
 
-// Makes weights of log-sum-exps: the share that each set of keys has in the softmax over all of
-// them, 0 for a set without keys (either infinity), and exactly 1 where no other set has any.
-// Returns the log-sum-exp of all, +inf where there is no key.
+// Replaces the log-sum-exp of each set of keys by its weight: the share of the set in the softmax
+// over all sets. The weight is 0 for a set without keys (a log-sum-exp of either infinity), and
+// exactly 1 for the only set with keys. Returns the log-sum-exp over all sets, or +inf if no set
+// has a key.
 template <int n>
 TE_HD float shares_of(float (&sums)[n]) {
   float most = kNoKey, merged = kNoKey;
@@ -39,7 +40,7 @@ TE_HD float shares_of(float (&sums)[n]) {
     total += sums[k];
   }
   const float inverse = 1.0f / total;
-  // A set without keys stays out where another one has NaN.
+  // A set without keys keeps the weight 0 even if `inverse` is NaN because of another set.
   for (int k = 0; k < n; ++k) sums[k] = sums[k] == 0.0f ? 0.0f : sums[k] * inverse;
   return most + std::log(total);
 }

@@ -1,6 +1,7 @@
-// Moments: all that the statistics of a tensor need, in a form that merges exactly over threads,
-// blocks, micro-batches and ranks. The rows below are plain float64; Python sees the same fields
-// in the same order (transformer_engine/pytorch/kernels/moments.py).
+// Moments: the sums and extremes from which the statistics of a tensor are computed. Moments of two
+// parts of a tensor merge into those of the whole, so threads, blocks, micro-batches and ranks can
+// compute them separately. The rows below are plain float64; Python has the same fields in the same
+// order (transformer_engine/pytorch/kernels/moments.py).
 //
 // An element that is NaN is counted, and makes mean, sums, min, max and amax NaN; infinities are
 // counted and propagate as they do in any sum.
@@ -23,7 +24,7 @@ struct Moments {
   double sum_abs;
   double sum_squares;
   double min, max, amax;
-  double smallest;  // non-zero |x|; +inf if there is none
+  double smallest;  // the smallest non-zero |x|; +inf if there is none
   double nonzeros, nans, infs;
   double reserved[4];
 
@@ -34,14 +35,15 @@ struct Moments {
 inline constexpr int kMomentsFields = 16;
 static_assert(sizeof(Moments) == kMomentsFields * sizeof(double));
 
-// The largest magnitude that FP8 holds at a scale. Its scale may come from the largest magnitude of
-// the tensor itself, through three roundings: that element does not overflow.
+// The largest |x| that FP8 represents with this scale. If the scale was computed from the amax of
+// the same tensor, three roundings lie between the amax and the product here. The tolerance of
+// 2^-22 covers them, so that the element with the amax does not count as an overflow.
 TE_HD constexpr float overflow_limit(float fp8_max, float scale_inverse) {
   constexpr float kRoundings = 1.0f + 0x1p-22f;
   return fp8_max * scale_inverse * kRoundings;
 }
 
-// What became of the elements of a tensor in FP8.
+// The errors that a cast to FP8 has made in the elements of a tensor.
 struct CastMoments {
   double count;
   double underflows;     // x != 0 and its code is a zero
@@ -60,13 +62,13 @@ struct CastMoments {
 inline constexpr int kCastMomentsFields = 8;
 static_assert(sizeof(CastMoments) == kCastMomentsFields * sizeof(double));
 
-// Of the blocks that a tensor is cut into.
+// Statistics over the blocks (of block scaling) of a tensor.
 struct BlockMoments {
   double count;          // elements
   double largest_range;  // the largest dynamic range of a block
 };
 
-// NaN if either is.
+// The smaller and the larger of two numbers; NaN if either is NaN.
 TE_HD double smaller(double a, double b) { return a < b || a != a ? a : b; }
 TE_HD double larger(double a, double b) { return a > b || a != a ? a : b; }
 
@@ -104,8 +106,9 @@ TE_HD void merge(BlockMoments& into, const BlockMoments& from) {
   into.largest_range = larger(into.largest_range, from.largest_range);
 }
 
-// What a row holds whose type is known at run time; it has room for any. Python has these numbers
-// too (transformer_engine/debug/statistics/rows.py).
+// The kind of a row, for rows whose kind is known only at run time. Such a row has kRowFields
+// doubles, which is enough for every kind. Python has the same numbers
+// (transformer_engine/debug/statistics/rows.py).
 enum class RowKind : int64_t { Moments = 0, Casts = 1, Blocks = 2 };
 inline constexpr int kRowKinds = 3;
 inline constexpr int kRowFields = kMomentsFields;
@@ -124,8 +127,10 @@ TE_HD void merge(RowKind kind, double* into, const double* from) {
 // A pivot for MomentSums, from a mean or an element that may be infinite or NaN.
 TE_HD double pivot_from(double value) { return value - value == 0 ? value : 0; }
 
-// Moments on their way: sums of deviations from a pivot near the mean, which add up without a
-// division. Between fp64 numbers no digit that matters is lost however far the pivot is off.
+// Sums from which Moments are computed at the end: the mean and m2 are replaced by sums of the
+// deviations from a pivot near the mean. Two MomentSums with the same pivot are merged by
+// additions, without the divisions of Chan's formula. In fp64 no digit that matters is lost,
+// however far the pivot is from the mean.
 struct MomentSums {
   double count, first, second;  // of x - pivot and its square
   double sum_abs;
@@ -136,7 +141,7 @@ struct MomentSums {
     return {0, 0, 0, 0, kInfinity, -kInfinity, kInfinity, 0, 0, 0};
   }
 
-  // About a pivot that is lower by so much.
+  // Changes the sums to those for a pivot that is lower by `by`.
   TE_HD void shift(double by) {
     second += by * (2 * first + count * by);
     first += count * by;
@@ -169,6 +174,7 @@ struct MomentSums {
     infs += other.infs;
   }
 
+  // The moments, from sums that were taken with this pivot.
   TE_HD Moments about(double pivot) const {
     Moments m = Moments::empty();
     if (count == 0) return m;
@@ -179,7 +185,7 @@ struct MomentSums {
     if (m.m2 < 0) m.m2 = 0;
     m.sum_abs = sum_abs;
     m.sum_squares = nans > 0 ? kNaN : infs > 0 ? kInfinity : m.m2 + count * m.mean * m.mean;
-    m.min = nans > 0 ? kNaN : min + 0.0;  // no -0 in a log
+    m.min = nans > 0 ? kNaN : min + 0.0;  // turns -0 into 0, for logs
     m.max = nans > 0 ? kNaN : max + 0.0;
     m.amax = larger(-m.min, m.max);
     m.smallest = smallest;
@@ -190,7 +196,7 @@ struct MomentSums {
   }
 };
 
-// The numbers that people read, from the rows. Nothing to say is NaN.
+// The statistics that are logged, computed from a row. NaN where one is undefined.
 struct Statistics {
   double min, max, mean, std;  // std: unbiased
   double l1_norm, l2_norm, cur_amax;

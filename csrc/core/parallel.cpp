@@ -19,18 +19,19 @@ namespace {
 
 using Body = std::function<void(int64_t, int64_t)>;
 
-// A call of parallel_for, for as long as it runs. The pool's mutex guards it.
+// A running call of parallel_for. It is on the caller's stack, and the pool's mutex guards it.
 struct Loop {
   const Body& body;
   const int64_t count, parts;
-  const std::fenv_t rounding;  // the caller's: no result depends on which thread computes a part
+  const std::fenv_t rounding;  // the caller's mode, set in all threads so that results are equal
   int64_t started = 0, finished = 0;
   std::exception_ptr failure = nullptr;
 };
 
-// Threads that wait for loops. A caller works on its own loop until every part is started, so that
-// a loop ends also where all threads are busy with others: with those of other callers, or with
-// one whose parts call parallel_for themselves.
+// Worker threads and a queue of loops. Each worker takes the next part of the first loop in the
+// queue. The caller also takes parts of its own loop until all are started. So a loop ends even if
+// every worker is busy with the loops of other callers, or with an outer loop whose body has called
+// parallel_for.
 class Pool {
  public:
   void run(Loop& loop) {
@@ -42,7 +43,7 @@ class Pool {
     done_.wait(lock, [&] { return loop.finished == loop.parts; });
   }
 
-  // Loops that come later run in their callers.
+  // Ends the workers. Later loops run in the threads of their callers.
   void stop() {
     {
       const std::lock_guard lock(mutex_);
@@ -57,7 +58,7 @@ class Pool {
     try {
       while (threads_.size() < count && !stopping_) threads_.emplace_back([this] { serve(); });
     } catch (const std::system_error&) {
-      // The system gives no more threads: fewer do.
+      // The system gives no more threads, so the loop runs on those that there are.
     }
   }
 
@@ -72,7 +73,8 @@ class Pool {
     }
   }
 
-  // Called, and returns, with the lock held. A loop is gone once its last part has finished.
+  // The lock is held before and after the call, but not while the body runs. Once the last part has
+  // finished and the lock is released, the loop no longer exists.
   void run_part(Loop& loop, std::unique_lock<std::mutex>& lock) {
     const int64_t part = loop.started++;
     if (loop.started == loop.parts) std::erase(loops_, &loop);
@@ -98,7 +100,8 @@ class Pool {
 std::atomic<int> g_threads{1};
 std::atomic<Pool*> g_pool{nullptr};  // never destroyed: other threads may use it to the very end
 
-// A forked child has no thread but its own, and a mutex in whatever state: it begins anew.
+// A forked child has none of the workers, and its copy of the mutex may be locked for ever. So it
+// forgets the pool, and the next loop makes a new one.
 [[maybe_unused]] const int g_at_fork = pthread_atfork(nullptr, nullptr, [] { g_pool = nullptr; });
 
 const struct AtExit {

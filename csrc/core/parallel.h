@@ -1,5 +1,5 @@
-// The one parallel loop of the CPU backend, on threads that wait for the next one; a forked child
-// starts threads of its own.
+// parallel_for: the parallel loop of the CPU backend. Its threads are started once and then wait
+// for the next loop. A forked child process starts its own threads.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,14 @@
 
 namespace te {
 
-// How many threads a loop may use; Python sets it from torch.get_num_threads(). At least 1.
+// Sets the number of threads that a loop may use, at least 1. Python passes
+// torch.get_num_threads().
 void set_num_threads(int count);
 
-// Calls body(first, last) on disjoint parts of [0, count), each at least `grain` long, which depend
-// on nothing but the three numbers. Exceptions of a part are rethrown here. Several threads may
-// call it at a time, and a body may call it.
+// Calls body(first, last) for disjoint parts of [0, count), in parallel. Parts have at least
+// `grain` elements (unless `count` is smaller), and depend only on `count`, `grain` and the number
+// of threads. Rethrows the exception of a part. Several threads may call it at a time, and a body
+// may call it, too.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
 }  // namespace te

@@ -32,8 +32,8 @@ TE_HD PhiloxWords round(const PhiloxWords& c, uint32_t key0, uint32_t key1) {
 
 }  // namespace philox
 
-// The full generator: 128-bit counters become random words under one 64-bit key. Several counters
-// at once share the arithmetic of the key.
+// The full generator: replaces 128-bit counters by random words, under one 64-bit key. With several
+// counters in one call, the arithmetic of the key is done once.
 template <int kCounters>
 TE_HD void philox4x32(PhiloxWords (&words)[kCounters], uint32_t key0, uint32_t key1) {
 #if defined(__CUDA_ARCH__)
@@ -54,7 +54,7 @@ TE_HD PhiloxWords philox_counter(uint64_t group) {
   return {{static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), 0u, 0u}};
 }
 
-// Turns counters into the words of the stream that `seed` names.
+// Replaces counters by the words of the stream with this seed.
 template <int kCounters>
 TE_HD void draw(PhiloxWords (&words)[kCounters], uint64_t seed) {
   philox4x32(words, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));

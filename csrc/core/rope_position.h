@@ -1,4 +1,5 @@
-// The position of a token: where it stands in its sequence, plus where that sequence starts.
+// The position of a token, which selects its row in the table of angles: the index of the token in
+// its sequence, plus the start position of that sequence.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,13 @@
 namespace te {
 
 struct RopePositions {
-  const int32_t* starts;      // [batch]; null: 0
-  const int32_t* cu_seqlens;  // [batch + 1] of packed sequences; null: tokens know their sequence
+  const int32_t* starts;      // [batch], start positions; null: all 0
+  const int32_t* cu_seqlens;  // [batch + 1], bounds of packed sequences; null: not packed
   int64_t sequences;          // batch
   int64_t count;              // rows of the table of angles
 
-  // `token` counts from the start of the sequence `batch`, or over all packed tokens.
+  // `token` is the index in the sequence `batch`, or, if packed, the index among all tokens (then
+  // `batch` is ignored). The result is clamped to the rows of the table.
   TE_HD int64_t of(int64_t token, int64_t batch) const {
     if (cu_seqlens) {
       batch = sequence_of(token);
@@ -23,7 +25,8 @@ struct RopePositions {
     return token < 0 ? 0 : token < count ? token : count - 1;
   }
 
-  // The last sequence that starts at or before the token; empty ones end where they start.
+  // The sequence of a packed token, by binary search: the first one that ends after the token. An
+  // empty sequence ends where it starts, so the search passes over it.
   TE_HD int64_t sequence_of(int64_t token) const {
     int64_t low = 0, high = sequences - 1;
     while (low < high) {

@@ -6,7 +6,8 @@
 //   Squares  128 x 128 values: that of (i, j) is at [i / 128, j / 128] of
 //            fp32 [ceil(rows / 128), ceil(cols / 128) rounded up to 4]
 //
-// cuBLASLt reads the blocks' scales so (VEC128_32F, BLK128x128_32F). What rounding up adds is zero.
+// These are the layouts that cuBLASLt reads (VEC128_32F, BLK128x128_32F). The elements that
+// rounding up adds are zero.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,7 @@ inline std::ostream& operator<<(std::ostream& out, ScaleBlocks blocks) {
 
 struct ScaleGrid {
   int64_t rows = 0, cols = 0;  // of the fp32 matrix of inverse scales
-  bool along_rows = false;     // Rows, else Squares
+  bool along_rows = false;     // true: ScaleBlocks::Rows, false: Squares
 
   TE_HD int64_t at(int64_t row, int64_t col) const {
     return along_rows ? col / kScaleBlock * cols + row
@@ -40,7 +41,7 @@ struct ScaleGrid {
   }
 };
 
-// Of a [rows, cols] matrix.
+// The grid of inverse scales of a [rows, cols] matrix.
 constexpr ScaleGrid scale_grid(ScaleBlocks blocks, int64_t rows, int64_t cols) {
   const auto blocks_of = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
   const auto padded = [](int64_t size) { return (size + 3) / 4 * 4; };

@@ -23,7 +23,7 @@ inline std::ostream& operator<<(std::ostream& out, Device d) {
   return d.type == DeviceType::CPU ? out << "cpu" : out << "cuda:" << d.index;
 }
 
-// The queue that work goes to: a cudaStream_t on CUDA, ignored on the CPU.
+// The stream on which work is enqueued: a cudaStream_t on CUDA, ignored on the CPU.
 struct Stream {
   void* handle = nullptr;
 };
@@ -51,7 +51,7 @@ struct TensorView {
   }
   int64_t bytes() const { return numel() * size_of(dtype); }
 
-  // The 2-D reading of a tensor: the last axis is a row, all others are counted together.
+  // The sizes of the tensor as a matrix: the last axis is a row, all others are merged into one.
   int64_t cols() const { return rank == 0 ? 1 : size(-1); }
   int64_t rows() const {
     int64_t n = 1;
@@ -74,7 +74,7 @@ struct TensorView {
     return static_cast<T*>(data);
   }
 
-  // The same bytes under another one-byte type: FP8 payloads travel as uint8 from Python.
+  // The same bytes with another one-byte dtype: Python passes FP8 codes as uint8.
   TensorView as(DType other) const {
     TensorView view = *this;
     view.dtype = other;
