@@ -17,8 +17,8 @@
 namespace te {
 
 // Returns the FP8 code of |x|, given as fp32 bits, rounded to nearest even. For a normal result,
-// half of the last kept bit (or a little less for a tie that goes down) is added to the bits, the
-// bias of the exponent is changed, and the extra bits are shifted out.
+// half the value of the last kept bit (minus one if that bit is 0, so that a tie rounds to even) is
+// added to the bits, the bias of the exponent is changed, and the extra bits are shifted out.
 template <int kMantissaBits, int kMinExponent>
 TE_HD uint32_t round_magnitude(uint32_t magnitude) {
   constexpr int kDropped = 23 - kMantissaBits;

@@ -8,7 +8,8 @@
 namespace te {
 namespace {
 
-// What forward and backward write alike: the plain tensor, the FP8 result and the current scale.
+// The outputs that forward and backward have in common: plain tensor, FP8 result, current scale and
+// moments.
 struct Result {
   const TensorView& plain;
   const QuantizedView& quantized;
@@ -34,7 +35,7 @@ void check_input(ActivationKind kind, const ActivationParameters& parameters, co
           ShapeOf{x});
 }
 
-// The shape and dtype of y and dy, as a view of nothing.
+// A view with the shape, dtype and device of y and dy, to compare with. Its data are not used.
 TensorView half_of(ActivationKind kind, const TensorView& x) {
   TensorView y = x;
   if (is_gated(kind)) y.sizes[static_cast<size_t>(x.rank - 1)] /= 2;

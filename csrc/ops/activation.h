@@ -1,4 +1,5 @@
-// Activations, forward and backward, optionally straight to FP8 with the bias gradient.
+// Activations, forward and backward. Results may be plain tensors or FP8 codes, and the backward
+// can sum the bias gradient in the same pass.
 //   plain  y = act(x)                 x [..., n]  -> y [..., n]
 //   gated  y = act(x1) * h(x2)        x = [x1 | x2], [..., 2n] -> y [..., n]
 // Everything is computed in fp32 from x; FP8 results are rounded once, from the fp32 value. All
@@ -22,11 +23,13 @@ struct ActivationForwardArgs {
   MomentsSink moments;      // of y as rounded to its dtype; may be absent
 };
 
-// The result of forward once more, for a GEMM that did not keep it: plain, or transposed codes.
+// The result of forward, which the backward can compute again from x, for the wgrad of a GEMM that
+// did not save it: either plain, or as column-wise (transposed) FP8 codes.
 struct ActivationAgain {
   TensorView y;             // [..., n], dtype of x; may be dy itself
-  QuantizedView quantized;  // if y is absent: the column-wise side alone, with `scales` to read
-  bool rounded = false;     // to the dtype of x before the cast, as current scaling
+  QuantizedView quantized;  // if y is absent: only the column-wise codes; `scales` are read
+  bool rounded = false;     // whether y is rounded to the dtype of x before the cast, as in current
+                            // scaling
 
   explicit operator bool() const { return y || quantized; }
 };
@@ -40,12 +43,13 @@ struct ActivationBackwardArgs {
   QuantizedView quantized;  // FP8 of dx from the fp32 value; may be absent
   CurrentScale current;     // scale of dx as rounded to its dtype; needs dx; may be absent
   TensorView dbias;         // [n or 2n]: column sums of the fp32 dx; may be absent
-  TensorView workspace;     // column_sum_workspace_bytes(); where dbias is given
+  TensorView workspace;     // column_sum_workspace_bytes(); only with dbias
   MomentsSink moments;      // of dx as rounded to its dtype; may be absent
   ActivationAgain again;    // may be absent; excludes moments
 };
 
-// Whether the kernels take moments of what they make of x (and dy) though nobody asks for it plain.
+// Whether the kernels for these tensors can take moments of their result without a plain result: of
+// y in the forward (where dy is absent), of dx in the backward.
 bool activation_takes_moments(const TensorView& x, const TensorView& dy);
 
 void activation_forward(const ActivationForwardArgs& args, Stream stream);

@@ -2,10 +2,11 @@
 //   g = factor * gradient;  with `decoupled` p *= 1 - rate * decay, else g += decay * p
 //   mean += (1 - beta1) * (g - mean);  square += (1 - beta2) * (g * g - square)
 //   p -= rate / (1 - beta1^step) * mean / (sqrt(square / (1 - beta2^step)) + epsilon)
-//   weight = p, rounded to its dtype, where there is one beside p
-//   amax = max(amax, max |p|), NaN ignored, for those who quantise p next
-// Where `found_inf` is not 0, gradients are unread and nothing changes but amax.
-// Step, rate, factor and found_inf are read on the device, so that a CUDA graph finds them anew.
+//   weight = p, rounded to the dtype of weight (for 16-bit weights with fp32 master parameters)
+//   amax = max(amax, max |p|), NaN ignored, for the next cast of p to FP8
+// If `found_inf` is not 0, the step is skipped: gradients are not read, and only amax is updated.
+// Step, rate, factor and found_inf are read on the device, so a replayed CUDA graph uses the values
+// that they have then.
 #pragma once
 
 #include <vector>
@@ -20,7 +21,7 @@ struct AdamTensors {
   TensorView square;     // fp32
   TensorView gradient;   // fp32/fp16/bf16
   TensorView weight;     // fp16/bf16; may be absent
-  TensorView amax;       // fp32, one value; may be absent, and is where there is a weight
+  TensorView amax;       // fp32, one value; may be absent, and must be if there is a weight
 };
 
 struct AdamArgs {

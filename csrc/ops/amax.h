@@ -13,8 +13,8 @@ struct AmaxArgs {
   CurrentScale scale;  // `scales` may be absent: then only `amax` is written
 };
 
-// All tensors have one dtype and one device. A launch takes up to kAmaxesAtOnce of them; each has
-// scratch of its own.
+// All tensors have the same dtype and device. One launch takes up to kAmaxesAtOnce of them, and
+// each of these has its own scratch.
 constexpr size_t kAmaxesAtOnce = 48;
 void amax(std::span<const AmaxArgs> all, Stream stream);
 

@@ -85,7 +85,7 @@ void check_extras(const AttentionArgs& args) {
   if (drops) check::vector(args.seed, 2, DType::Int64, args.query, kOp, "the seed");
 }
 
-// The result or its gradient: contiguous, heads of the query, size of the value.
+// Checks the result or its gradient: contiguous, with the heads of query and the size of value.
 void check_out(const TensorView& out, DType dtype, const AttentionArgs& args,
                std::string_view name) {
   check::contiguous(out, kOp, name);
@@ -104,8 +104,9 @@ void check_results(const AttentionArgs& args) {
                 kOp, "the statistics");
 }
 
-// Gradients may be parts of one tensor, as the inputs may. Those of padded sequences are cleared by
-// rows, which must have one stride. cuDNN writes packed ones with the strides of its inputs alone.
+// Gradients of query, key and value may be parts of one tensor, like the inputs. With padded
+// sequences, rows outside the sequences are set to zero, so all rows must be at equal distances.
+// With packed sequences, cuDNN can only write gradients with the strides of the inputs.
 void check_gradient(const TensorView& t, const TensorView& like, const AttentionArgs& args,
                     DType dtype, std::string_view name) {
   bool fits = t.rank == like.rank && t.stride(-1) == 1;

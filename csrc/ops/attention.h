@@ -6,10 +6,10 @@
 //   Sums and softmax are fp32. A query that sees no key, and a token outside every sequence, has a
 //   result of zero and passes no gradient.
 //
-// In FP8 what a product reads is rounded to FP8: query, key and value, the softmax result, and in
-// the backward the gradients of the result and of the product of query and key.
+// In FP8, all operands of matrix products are rounded to FP8: query, key and value, the softmax
+// result, and in the backward the gradients of the result and of the product of query and key.
 //
-// There is no CPU backend: the unfused path of the Python package is the definition.
+// There is no CPU backend: the unfused path of the Python package defines the results.
 #pragma once
 
 #include <array>
@@ -26,11 +26,12 @@ enum class AttentionFormat : int32_t {
   Thd = 2,   // tokens: sequences of unequal length, one after the other
 };
 
-// Where the sequences of queries, or of keys and values, are. Absent: whole sequences.
+// The lengths and places of the sequences of queries, or of keys and values. Without `ends`, every
+// sequence is as long as the tensor.
 struct AttentionSequences {
   TensorView ends;      // int32 [batch + 1]: sequence b has ends[b + 1] - ends[b] tokens
-  TensorView starts;    // int32 [batch + 1]: where it begins in thd, if not at ends[b]
-  int64_t longest = 0;  // thd: no sequence is longer
+  TensorView starts;    // int32 [batch + 1]: in thd, sequence b begins here; absent: at ends[b]
+  int64_t longest = 0;  // thd: upper bound of the lengths
 };
 
 struct AttentionSettings {
@@ -43,22 +44,25 @@ struct AttentionSettings {
   bool deterministic = false;
 };
 
-// Scales of FP8, and amaxes for the next ones. Absent: 16 bit. In the forward they are those of the
-// inputs, of the softmax result and of the result; in the backward, these and then those of the
-// gradients of the result, of the product of query and key, and of the inputs.
+// The scales of FP8 attention, and the amaxes for the next scales. Absent in 16-bit attention. The
+// forward has three scales: of query, key and value together, of the softmax result, and of the
+// result. The backward has these three, then those of the gradients of the result, of the product
+// of query and key, and of query, key and value together.
 struct AttentionFp8 {
   static constexpr int kScales = 3, kAllScales = 6;   // in the forward, in the backward
-  static constexpr int kAmaxes = 2, kGradAmaxes = 4;  // likewise
-  // cuDNN casts exp(score - largest score so far), which is at most 1, and 1 in every row. The
-  // scale of the largest weight would saturate it.
+  static constexpr int kAmaxes = 2, kGradAmaxes = 4;  // in the forward, in the backward
+  // Of the softmax, cuDNN casts exp(score - largest score so far), which is not yet normalised. It
+  // is at most 1, and each row has a 1, so the scale is the largest E4M3 value. A scale from the
+  // amax of the normalised weights would be larger, and would saturate these values.
   static constexpr float kSoftmaxScale = 448.0f;
 
-  // fp32 [1] each. That of the softmax result may be absent: kSoftmaxScale.
+  // fp32 [1] each. If that of the softmax result is absent, it is kSoftmaxScale.
   std::array<TensorView, kAllScales> scales;
-  // fp32 [1] each, raised, or absent. Forward: of the softmax result, of the result. Backward: of
-  // the gradients of the product, of query, of key and of value.
+  // fp32 [1] each: amax = max(amax, amax of this call); may be absent. Forward: of the softmax
+  // result and of the result. Backward: of the gradients of the product of query and key, of query,
+  // of key and of value.
   std::array<TensorView, kGradAmaxes> amaxes;
-  // fp32, written: a pair {1 / scale, scale} for each scale, then the amaxes of this call.
+  // fp32 [room()], written: a pair {1 / scale, scale} for each scale, then the amaxes of this call.
   TensorView pairs;
 
   static constexpr int scale_count(bool backward) { return backward ? kAllScales : kScales; }
@@ -74,21 +78,22 @@ struct AttentionArgs {
   AttentionSequences query_sequences, key_sequences;
   AttentionSettings settings;
   TensorView bias;        // [1 or batch, 1 or heads, queries, keys], contiguous
-  TensorView sink;        // fp32 [heads]: the score of one more key that has no value
+  TensorView sink;        // fp32 [heads]: the score of an additional key whose value is zero
   TensorView seed;        // int64 [2]: seed and offset of the dropout
   TensorView out;         // contiguous, format and dtype of query
   TensorView statistics;  // fp32, one for each query and head; absent: inference
   AttentionFp8 fp8;       // without bias, sink, dropout and sequences
 
-  // Whether cuDNN is told where each sequence begins, and so skips what lies outside: of thd it
-  // must be, with a bias it cannot be.
+  // Whether cuDNN gets the offset of each sequence (ragged tensors), and so skips tokens outside
+  // the sequences. thd needs this; with a bias it is not possible.
   bool packed() const {
     return settings.format == AttentionFormat::Thd || (query_sequences.ends && !bias);
   }
 };
 
-// What the backward reads and writes besides; all contiguous, those absent are not computed. Of the
-// dtype of query, but with FP8 all of E4M3 or all of E5M2.
+// The gradients that the backward reads and writes. Absent ones are not computed. Those of query,
+// key and value may have strides (the last axis is contiguous), the others are contiguous. Their
+// dtype is that of query, but in FP8 all are E4M3 or all are E5M2.
 struct AttentionGradients {
   TensorView out;                // read
   TensorView query, key, value;  // written
@@ -96,25 +101,25 @@ struct AttentionGradients {
   TensorView sink;               // fp32 [heads]
 };
 
-// All entries: the forward where `gradients` is null, else the backward.
+// The functions below are about the forward if `gradients` is null, else about the backward.
 
-// Scratch memory that a call needs; builds the graph of the call where there is none yet. Throws
-// Kind::Unsupported with the reason where cuDNN refuses, and Kind::Runtime where a graph would have
-// to be built while the stream is captured.
+// Returns how many bytes of scratch memory a call needs. Builds the cuDNN graph of the call if
+// there is none yet. Throws Kind::Unsupported with the reason if cuDNN refuses the call, and
+// Kind::Runtime if a graph would have to be built while the stream is being captured.
 int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
                                   Stream stream);
 
-// `workspace`: that many bytes; may be absent where there are none.
+// `workspace` has attention_workspace_bytes(); it may be absent if they are 0.
 void attention(const AttentionArgs& args, const AttentionGradients* gradients,
                const TensorView& workspace, Stream stream);
 
 namespace cuda {
 
-// Graphs built so far.
+// The number of cuDNN graphs that have been built in this process.
 int64_t attention_graph_count();
 
-// Why cuDNN does not take a problem, "" where it does; only sizes, strides, dtypes and devices of
-// the views are looked at.
+// The reason why cuDNN refuses a call, or "" if it does not. Only sizes, strides, dtypes and
+// devices of the views are read, so they need no memory.
 std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients);
 
 int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,

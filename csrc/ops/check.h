@@ -1,4 +1,5 @@
-// Checks that every op header's .cpp shares, so that the same mistake reads the same everywhere.
+// Checks of arguments that all ops share, so that the same mistake gives the same message
+// everywhere. `t` is the tensor that is checked, `op` and `name` are for the message.
 #pragma once
 
 #include "core/quantized_view.h"
@@ -27,9 +28,10 @@ void vector(const TensorView& t, int64_t count, DType expected, const TensorView
             std::string_view op, std::string_view name);
 // A contiguous tensor of fp32, fp16 or bf16.
 void input(const TensorView& t, std::string_view op, std::string_view name);
-// `same_shape` of a dtype, or of fp32, fp16 or bf16.
+// `same_shape`, and the dtype `expected`.
 void alike(const TensorView& t, DType expected, const TensorView& like, std::string_view op,
            std::string_view name);
+// `same_shape`, and fp32, fp16 or bf16.
 void values_like(const TensorView& t, const TensorView& like, std::string_view op,
                  std::string_view name);
 // One-byte codes of a [rows, cols] value on the device of `like`.
@@ -38,21 +40,22 @@ void codes(const TensorView& t, int64_t rows, int64_t cols, const TensorView& li
 // The inverse scales of the blocks of a [rows, cols] matrix.
 void block_scales(const TensorView& t, ScaleBlocks blocks, int64_t rows, int64_t cols,
                   const TensorView& like, std::string_view op, std::string_view name);
-// The amax that a producer raises, whether or not it writes codes; may be absent.
+// The amax of an FP8 result, which an op updates even if it writes no codes; may be absent.
 void running_amax(const QuantizedView& q, const TensorView& like, std::string_view op);
-// All parts of an FP8 result for a [rows, cols] value on the device of `like`.
+// All members of an FP8 result for a [rows, cols] value on the device of `like`.
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
                std::string_view op);
-// Room for the partial column sums of a [rows, cols] value; nothing is needed on the CPU.
+// A workspace for the partial column sums of a [rows, cols] value; not needed on the CPU.
 void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
                           std::string_view op);
-// The column sums of `like`, and the memory that making them takes; both may be absent.
+// A bias gradient (column sums of `like`), and `memory` as its workspace; both may be absent.
 void dbias(const TensorView& t, const TensorView& memory, const TensorView& like,
            std::string_view op);
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op);
-// A row of so many fields, its flag and its workspace, for a tensor on the device of `like`.
+// A row of `fields` doubles, its flag and its workspace, for a tensor on the device of `like`.
 void moments(const MomentsSink& out, int fields, const TensorView& like, std::string_view op);
-// The same for moments that an op takes beside its work, of a value like that; may be absent.
+// The same for moments that an op takes of its input or result, whose shape is that of `like`; may
+// be absent.
 void tile_moments(const MomentsSink& out, const TensorView& like, std::string_view op);
 
 }  // namespace te::check

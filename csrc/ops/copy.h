@@ -1,4 +1,4 @@
-// The bytes of a tensor; its rows, and those that are written, may have gaps between them.
+// copy: out = x, byte by byte. Rows of both tensors may have gaps between them.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -6,7 +6,7 @@
 
 namespace te {
 
-// Both have the same sizes, dtype and device. One of them is contiguous.
+// Both have the same sizes, dtype and device. One is contiguous, or both have rows of one length.
 void copy(const TensorView& x, const TensorView& out, Stream stream);
 
 namespace cpu {

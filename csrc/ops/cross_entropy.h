@@ -1,11 +1,13 @@
-// Cross entropy of logits with a class of each row, in fp32. Ranks may have parts of the classes:
-// what a row's loss is made of can be merged, and the gradient takes the merged logarithm.
+// Cross entropy of logits with one label for each row, in fp32. Each rank may have a part of the
+// classes (a vocabulary that is split over ranks): the forward writes four numbers for each row,
+// which ranks can merge, and the backward takes the merged log-sum-exp.
 //   largest = max_j x[j];  total = sum_j exp(x[j] - largest);  picked = x[label] - largest;
 //   spread = sum_j (x[j] - largest)
 //   dx[j] = factor * (exp(x[j] - log_sum) - evenly - (1 - smoothing) * [j == label])
-//   codes: dx in FP8, rounded once, with a scale that is there
-//   A label counts from this tensor's first class. kElsewhere, or any other number that is none of
-//   them: picked is NaN. kIgnored: picked and dx are 0. Where largest is -Inf, 0 is subtracted.
+//   codes: dx in FP8, rounded once, with the scale that is in `scales` before the call
+//   Labels count from the first class of this tensor. If the label is none of its classes
+//   (kElsewhere, for instance), picked is NaN. If it is kIgnored, picked and dx are 0. If largest
+//   is -Inf, 0 is subtracted instead.
 #pragma once
 
 #include "core/quantized_view.h"
@@ -25,10 +27,10 @@ struct CrossEntropyBackwardArgs {
   TensorView logits;    // [rows, classes]
   TensorView labels;    // [rows]
   TensorView log_sums;  // [rows], fp32: log(total) + largest, of all ranks' classes
-  TensorView factors;   // [rows], fp32, of each row's gradient; absent: 1
+  TensorView factors;   // [rows], fp32: factor of each row's gradient; absent: 1
   float smoothing = 0.0f;
-  float evenly = 0.0f;  // smoothing / all ranks' classes
-  TensorView dx;  // shape and dtype of logits; may be logits itself, or absent where codes are
+  float evenly = 0.0f;  // smoothing / number of classes of all ranks
+  TensorView dx;  // shape and dtype of logits; may be logits itself, or absent if there are codes
   QuantizedView codes;  // of dx; may be absent
 };
 

@@ -14,7 +14,8 @@ void check_table(const TensorView& table, const char* op) {
           "expected shape (states, 6) for the table, got ", ShapeOf{table});
 }
 
-// One value per column; only the CPU can read the table to see how many that is. May be absent.
+// Checks a vector with one value per column; may be absent. The number of columns is known only on
+// the CPU, where the table can be read.
 void check_columns(const TensorView& t, const TensorView& table, const char* op, const char* name) {
   if (!t) return;
   check::vector(t, t.numel(), DType::Float32, table, op, name);

@@ -1,13 +1,14 @@
 // delayed_scaling: the end-of-step update of every amax history and scale of a model, one launch.
 //
-// The states of one (recipe, group, direction) are described by a table that lives on their device.
-// For each column i of each state: a = amax (over the history, or row 0; a NaN does not count);
-// scale[i] = fp8_max / a / 2^margin (see delayed_scale); the history is rolled by one row and row 0
-// becomes zero. A column whose row 0 is zero did not run: its history and scale stay as they are.
-// Where `reduced` holds a non-zero value for a column, it stands for row 0: a rank on which the
-// module did not run follows the others. Where a recipe has functions of its own, `amax` and
-// `scale` hold what these have found for the columns, in the order of the table, and stand for a
-// and for fp8_max / a / 2^margin.
+// A table, which is a tensor on the device, describes the states of one (recipe, group, direction).
+// A column belongs to one quantised tensor. For each column i of each state:
+//   a = the amax over the history, or that of row 0; a NaN does not count
+//   scale[i] = fp8_max / a / 2^margin (see delayed_scale)
+//   the history is rolled by one row, and row 0 becomes zero
+// A column whose row 0 is zero did not run, so its history and scale stay as they are. A non-zero
+// value of `reduced` takes the place of row 0, so a rank on which the module did not run follows
+// the others. If a recipe has its own functions, `amax` and `scale` hold their results for all
+// columns, in the order of the table, in place of a and of fp8_max / a / 2^margin.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -15,7 +16,7 @@
 namespace te {
 
 // One row of the table, as int64: pointers to history [length, count] and scale [count], both fp32.
-// Strides count floats; rows of a history's column are adjacent.
+// Strides are in floats. The rows of one column of the history are adjacent in memory.
 struct ScalingEntry {
   int64_t history;
   int64_t scale;
@@ -39,11 +40,11 @@ struct DelayedScalingArgs {
 
 void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream);
 
-// Writes the amaxes that the update goes by to one vector, in table order. Those of row 0
-// (MostRecent), as long as there are none of other ranks, are what ranks reduce.
+// Writes the amaxes from which the update computes scales to one vector, in the order of the table.
+// With MostRecent and without `reduced` these are the values of row 0, which ranks then reduce.
 struct GatherAmaxArgs {
   TensorView table;
-  TensorView reduced;  // as above
+  TensorView reduced;  // as in DelayedScalingArgs
   AmaxAlgorithm algorithm = AmaxAlgorithm::MostRecent;
   TensorView out;  // fp32 [total columns]
 };

@@ -1,4 +1,4 @@
-// The switch by device that ends every ops/x.cpp.
+// The choice of the backend by the device of a tensor, with which each op ends after its checks.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -11,7 +11,7 @@ void on_device(const TensorView& like, OnCpu&& on_cpu, OnCuda&& on_cuda) {
   on_cuda();
 }
 
-// The usual case: both take the same arguments.
+// For backends that take the same arguments.
 template <auto kOnCpu, auto kOnCuda, class Args>
 void on_device(const TensorView& like, const Args& args, Stream stream) {
   on_device(

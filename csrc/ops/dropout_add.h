@@ -26,7 +26,7 @@ struct DropoutAddBackwardArgs {
   float p = 0.0f;
   TensorView dx;         // dout * keep / (1 - p), any of the three dtypes; may be absent
   TensorView dbias;      // [cols]: column sums of fp32 dx; may be absent
-  TensorView workspace;  // column_sum_workspace_bytes(); where dbias is given
+  TensorView workspace;  // column_sum_workspace_bytes(); only with dbias
 };
 
 void dropout_add_forward(const DropoutAddForwardArgs& args, Stream stream);

@@ -37,7 +37,7 @@ void check_operand(const GemmOperand& operand, std::string_view name) {
           "expected at least one element in the scales of FP8 ", name, ", got none");
 }
 
-// Once both operands are known to be FP8 and to fit.
+// Checks the scales, after both operands were found to be FP8 and to have the same k.
 void check_blocks(const GemmArgs& args, const Sizes& sizes) {
   const ScaleBlocks a = args.a.blocks, b = args.b.blocks;
   if (a == ScaleBlocks::Whole && b == ScaleBlocks::Whole) return;
@@ -99,7 +99,7 @@ void check_bias(const GemmArgs& args, const Sizes& sizes) {
   check::vector(args.bias, sizes.n, gemm_bias_dtype(a.dtype, args.d.dtype), a, kOp, "bias");
 }
 
-// The library's kernels for block scales are made for whole blocks.
+// Whether n or k is less than a block, so that cuBLASLt's kernels for block scales are not used.
 bool is_small(const GemmArgs& args, const Sizes& sizes) {
   return args.a.blocks != ScaleBlocks::Whole && std::min(sizes.n, sizes.k) < kScaleBlock;
 }

@@ -1,14 +1,15 @@
-// gemm: D = A * B^T, plus D or a bias, in row-major words.
+// gemm: D = A * B^T, plus D or a bias, for row-major matrices.
 //   D is [m, n]. A is [m, k], B is [n, k]; a `transposed` operand is stored as [k, m] or [k, n].
 //   fprop  y[M,N]  = x[M,K]  . w[N,K]^T              neither transposed
 //   dgrad  dx[M,K] = dy[M,N] . w[N,K]                B transposed
 //   wgrad  dw[N,K] = dy[M,N]^T . x[M,K]              both transposed
-// Tensors of higher rank are read as 2-D: the last axis is a row, all others are counted together.
+// Tensors of higher rank are read as 2-D: the last axis is a row, all others are merged into one.
 // FP8 operands are never "transposed": tensor cores before Blackwell multiply only K-contiguous
 // FP8, so callers hand in the stored transpose.
 //
-// FP8 operands whose blocks have scales of their own (both, and not both 128 x 128) contribute
-// dequantised elements to the sum; they are E4M3, and take no fast accumulation.
+// With block scaling, both operands have a scale for each block (1 x 128 blocks in at least one of
+// them), and the sum is that of dequantised elements. These operands are E4M3, and fast
+// accumulation is not available.
 //
 // D is (1/scale_a)(1/scale_b) * sum over k, in fp32, plus D with `accumulate`, plus bias[n] in each
 // row; it is rounded once.
@@ -32,21 +33,21 @@ struct GemmArgs {
   bool accumulate = false;
   bool fast_accumulation = false;  // FP8: keep the tensor core's short accumulator (fprop)
   TensorView bias;                 // [n], of gemm_bias_dtype()
-  TensorView workspace;            // CUDA: uint8, 32 MiB class
+  TensorView workspace;            // CUDA: uint8, 32 MiB
   bool allow_tf32 = true;          // fp32 operands on the tensor cores
 };
 
 // The dtype that a bias is read in: that of D, but FP8 operands take fp16 or bf16 only.
 DType gemm_bias_dtype(DType operands, DType result);
 
-// Checks, then multiplies on CUDA. False where nothing was done because the work is torch's: on
-// the CPU (nobody writes a CPU GEMM here), for k = 0, for block scales where n or k is less than a
-// block, and for FP8 operands that the device or the library does not multiply; kernels/gemm.py
-// then evaluates the definition.
+// Checks the arguments, then multiplies on CUDA. Returns false, without having written anything, if
+// torch has to compute the product: on the CPU (this project has no CPU GEMM), for k = 0, for block
+// scales if n or k is less than a block, and for FP8 operands that the device or cuBLASLt does not
+// multiply. kernels/gemm.py then evaluates the definition of the product in torch.
 [[nodiscard]] bool gemm(const GemmArgs& args, Stream stream);
 
 namespace cuda {
-// False where the device, or the library, has no kernel for a product of FP8 operands.
+// Returns false if the device, or cuBLASLt, has no kernel for this product of FP8 operands.
 bool gemm(const GemmArgs& args, Stream stream);
 }  // namespace cuda
 

@@ -12,7 +12,8 @@ namespace {
 
 constexpr const char* kOp = "merge_parts";
 
-// The sizes of the first axes of out, but for the number of tokens where `tokens` is not negative.
+// Checks that `t` has the sizes of the first `rank` axes of out. If `tokens` is not negative, it is
+// the expected size of the token axis.
 void sized_like_out(const TensorView& t, const MergePartsArgs& args, int rank, int64_t tokens,
                     std::string_view name) {
   check::same_device(t, args.out, kOp, name);
@@ -30,7 +31,7 @@ void rows_side_by_side(const TensorView& t, std::string_view name) {
           t.stride(-1));
 }
 
-// Threads write places one by one, so none may be another one's too.
+// Checks that no two elements share memory, because threads write them in any order.
 void places_of_their_own(const TensorView& t, std::string_view name) {
   if (t.numel() == 0) return;
   struct Axis {
@@ -40,7 +41,7 @@ void places_of_their_own(const TensorView& t, std::string_view name) {
   std::array<Axis, 4> axes;
   for (int i = 0; i < t.rank; ++i) axes.at(static_cast<size_t>(i)) = {t.stride(i), t.size(i)};
   std::sort(axes.begin(), axes.end());
-  int64_t reach = 1;  // elements from the first to the last place along the axes so far
+  int64_t reach = 1;  // elements from the first to the last one along the axes so far
   for (const auto [stride, size] : axes) {
     if (size == 1) continue;
     require(stride >= reach, Kind::Value, kOp, "expected ", name,
@@ -50,7 +51,7 @@ void places_of_their_own(const TensorView& t, std::string_view name) {
   }
 }
 
-// A part has a token axis of its own, which lies within that of out.
+// Checks part k. Its token axis may be shorter than that of out, but must be within it.
 void check_part(const MergePartsArgs& args, size_t k) {
   const TensorView& part = args.parts[k];
   const DType dtype = args.parts.front().dtype;
@@ -72,7 +73,8 @@ void check_part(const MergePartsArgs& args, size_t k) {
   sized_like_out(sums, args, 3, tokens, "the log_sum_exp of a part");
 }
 
-// The call for the tokens that parts have: others stay as they are.
+// Narrows out and log_sum_exp to the range of tokens that parts have. Other tokens keep their
+// values.
 MergePartsArgs of_tokens_of_parts(MergePartsArgs args) {
   const int axis = args.token_axis;
   int64_t first = args.out.size(axis), last = 0;

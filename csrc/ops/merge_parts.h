@@ -1,17 +1,18 @@
-// merge_parts: what was computed in parts, each for a range of the same tokens, becomes one tensor.
-// A row of `size` elements is the sum, in fp32 and rounded once, of what out holds there and of the
-// parts that have its token, in this order.
+// merge_parts: merges partial results, each for a range of the tokens of out, into out. A row of
+// `size` elements becomes the sum of its old value and of the rows of all parts that have its
+// token, in this order, in fp32 and rounded once.
 //
-// With log-sum-exps out and the parts are attention of the same queries with sets of keys that have
-// no key in common, and out becomes attention with all these keys: each summand is multiplied by
-// its share of the softmax,
+// With log-sum-exps this merges attention (context parallelism): out and the parts are attention of
+// the same queries over disjoint sets of keys, and out becomes attention over all these keys. Each
+// summand is then multiplied by its share of the softmax,
 //   share       = exp(its log_sum_exp) / sum of exp(log_sum_exp)
 //   log_sum_exp = log of that sum
-// An infinite log-sum-exp, of either sign, says that there is no key; what is written is +inf, as
-// the backward of attention expects of queries that see none. What has no key, or a share of 0, is
-// not looked at, NaN included; what alone has keys has a share of exactly 1.
+// An infinite log-sum-exp, of either sign, means that the query sees no key. If no set has a key,
+// +inf is written, which the backward of attention expects of such queries. A summand without keys,
+// or with a share of 0, is not read, so a NaN in it has no effect. The only summand with keys has a
+// share of exactly 1.
 //
-// `fresh`: out and log_sum_exp are not read, as if they held zeros, and no key.
+// `fresh`: the old values of out and log_sum_exp are not read, as if out were zero and had no key.
 #pragma once
 
 #include <vector>
@@ -26,18 +27,18 @@ constexpr int kMostParts = 4;
 struct MergePartsArgs {
   TensorView out;                 // [a, b, heads, size], the dtype of the parts or fp32
   TensorView log_sum_exp;         // fp32 [a, b, heads]; absent: the parts are summed
-  std::vector<TensorView> parts;  // up to kMostParts, fp32/fp16/bf16, like out but for their tokens
+  std::vector<TensorView> parts;  // 1 to kMostParts, fp32/fp16/bf16: out with fewer tokens
   std::vector<TensorView> part_log_sum_exps;  // fp32, one for each part, or none
   std::vector<int64_t> begins;                // the token of out at which each part begins
-  int token_axis;                             // 0 or 1: the axis of out whose places are tokens
+  int token_axis;                             // 0 or 1: the axis of out along which tokens are
   bool fresh;
-  // All have any strides, but elements of a row lie side by side, and no two places of what is
-  // written share memory.
+  // All tensors may have any strides, but the elements of a row are contiguous, and no two elements
+  // of out, or of log_sum_exp, share memory.
 };
 
 void merge_parts(const MergePartsArgs& args, Stream stream);
 
-// Where rows lie, counted in elements; an axis of one place has stride 0.
+// The offset of each row of a tensor, in elements. An axis of size 1 has stride 0.
 struct RowPlaces {
   int64_t a = 0, b = 0, head = 0;
 

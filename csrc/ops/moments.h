@@ -1,8 +1,9 @@
-// moments: one pass over a tensor for all its statistics. The result is merged into a row on the
+// moments: computes all statistics of a tensor in one pass. The result is merged into a row on the
 // tensor's device (core/moments.h), so that micro-batches add up without the host.
-// cast_moments: the same for what FP8 has made of a tensor; codes and scales are those of its cast.
-// merge_rows: rows that are there already, of any kind.
-// Where `active` holds 0, nothing happens: a schedule that captured graphs can follow.
+// cast_moments: the same for the errors of a cast to FP8, from a tensor and its codes and scales.
+// merge_rows: merges existing rows of any kind into others.
+// If the device flag `active` is 0, an op does nothing. So statistics can be switched on and off in
+// captured CUDA graphs.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 
 namespace te {
 
-// Where an op leaves the moments of the value that it produces or reads.
+// The memory for moments that an op takes of its result or input.
 struct MomentsSink {
   TensorView row;        // float64 [16], merged into; absent: no moments
   TensorView active;     // int32 [1]; absent: always
@@ -33,7 +34,7 @@ struct CastMomentsArgs {
   DType format = DType::Float8E4M3;
   TensorView scales;          // fp32 [2]: {1 / scale, scale}
   MomentsSink out;            // `row` is float64 [8]
-  bool squared_error = true;  // false: the row's is left NaN, and counts may come from codes alone
+  bool squared_error = true;  // false: it becomes NaN in the row, and most of x need not be read
 };
 
 struct MergeRowsArgs {
@@ -43,19 +44,22 @@ struct MergeRowsArgs {
   TensorView active;  // int32 [1]; absent: always
 };
 
-// One counter, and a row for each block of the largest grid.
+// The workspace of moments and cast_moments: a counter, and a row for each block of the largest
+// grid.
 inline constexpr int kMomentsBlocks = 384;
 constexpr int64_t moments_workspace_bytes() {
   return static_cast<int64_t>(sizeof(Moments)) * (1 + kMomentsBlocks);
 }
 
-// Where an op takes moments of a value beside its work: counters, and sums of tiles.
+// The workspace of another op that also takes moments: the same, more counters, and nine sums and
+// extremes for each tile of its value.
 constexpr int64_t tile_moments_bytes(int64_t tiles) {
   constexpr int64_t kSums = 9;
   return moments_workspace_bytes() + int64_t{kMomentsBlocks} * 4 + tiles * kSums * 8;
 }
 
-// The same for a [rows, cols] value: of tiles of 128 x 128, or of blocks that stay.
+// The same for a [rows, cols] value, whether the op has a block for each tile of 128 x 128 values
+// or up to kMomentsBlocks persistent blocks.
 constexpr int64_t tile_moments_workspace_bytes(int64_t rows, int64_t cols) {
   constexpr int64_t kTile = 128;
   const int64_t tiles = ((rows + kTile - 1) / kTile) * ((cols + kTile - 1) / kTile);

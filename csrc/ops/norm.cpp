@@ -11,7 +11,7 @@ void check_absent(const TensorView& t, std::string_view op, std::string_view nam
   require(!t, Kind::Value, op, "expected no ", name, " for RMSNorm, got ", t);
 }
 
-// What forward and backward read alike.
+// Checks the inputs that forward and backward have in common.
 void check_input(const TensorView& x, const TensorView& gamma, std::string_view op) {
   check::input(x, op, "x");
   require(x.cols() > 0, Kind::Value, op, "expected at least one column in x, got shape ",

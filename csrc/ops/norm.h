@@ -46,8 +46,8 @@ struct NormBackwardArgs {
 void norm_forward(const NormForwardArgs& args, Stream stream);
 void norm_backward(const NormBackwardArgs& args, Stream stream);
 
-// Whether the kernel that makes transposed FP8 of these takes moments, of y in the dtype of x,
-// though nobody asks for y.
+// Whether the kernel that writes column-wise (transposed) FP8 codes for these tensors can take the
+// moments of y, in the dtype of x, without writing y.
 bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const TensorView& beta);
 
 namespace cpu {

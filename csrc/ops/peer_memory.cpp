@@ -10,12 +10,12 @@
 namespace te {
 namespace {
 
-// How many ranks send to a rank.
+// The number of ranks that send to a rank.
 int senders_of(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
 
 int index(PeerField field) { return static_cast<int>(field); }
 
-// What a tensor says of a group, and the places of one slot.
+// Reads the tensor that describes a group (see PeerField), and finds the addresses of a slot.
 class Group {
  public:
   Group(const TensorView& group, int slot, const char* op)
@@ -41,7 +41,7 @@ class Group {
   }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
   int64_t sent() const { return fields_[index(PeerField::Sent) + slot_]; }
-  // Slots of one rank, or of all others.
+  // The slots to which this rank sends, and from which it receives, for one other rank or for all.
   PeerSlots to(int rank) const {
     return slots_of(rank, 1, [&](int other) { return between(own(), other); });
   }
@@ -58,7 +58,8 @@ class Group {
   int64_t at(PeerField field) const { return fields_[index(field)]; }
   int own() const { return static_cast<int>(at(PeerField::Rank)); }
 
-  // Those of all others, beginning with the nearest one, lie side by side in this order.
+  // With kAllOthers, the nearest rank is first. In memory of a receiver, the slots of all senders
+  // are adjacent in this order.
   template <class SlotOf>
   PeerSlots slots_of(int rank, int step, const SlotOf& slot_of) const {
     if (rank != kAllOthers) {

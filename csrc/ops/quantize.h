@@ -19,8 +19,9 @@ struct QuantizeArgs {
 };
 
 void quantize(const QuantizeArgs& args, Stream stream);
-// Several tensors in few launches: weights, say, whose launches take longer than their casts. They
-// are on one device, of one dtype and one format, and have neither dbias nor moments.
+// Quantises several tensors in few launches (for instance small weights, whose launches would take
+// longer than their casts). All have the same device, dtype and FP8 format, and neither dbias nor
+// moments.
 void quantize_many(const std::vector<QuantizeArgs>& all, Stream stream);
 
 namespace cpu {

@@ -1,12 +1,14 @@
 // quantize_blocks: FP8 codes with a scale for each block of 128 or 128 x 128 values, row-wise,
 // transposed or both, in one pass over the tensor.
 //   amax  = max |x| over the block, NaN ignored
-//   scale = fp8_max / max(amax, epsilon), or the power of two below; 1 where that has no meaning;
-//           where it overflows, the largest finite value of the dtype of x
+//   scale = fp8_max / max(amax, epsilon), or with `power_of_2` the power of two below; 1 if the
+//           denominator is 0, Inf or NaN; if the quotient overflows, the largest finite value of
+//           the dtype of x
 //   q     = saturate(round_to_nearest_even(x * scale))
 //   dbias[j] = sum over rows of x[:, j] in fp32, rounded once to the dtype of dbias.
-// A result's blocks lie along its own rows: 1 x 128 blocks of the transposed result are 128 x 1 of
-// x, and are scaled on their own. 128 x 128 blocks are the same in both.
+// The blocks of a result lie along the rows of that result: 1 x 128 blocks of the transposed result
+// are 128 x 1 blocks of x, with other scales than the row-wise result. 128 x 128 blocks have the
+// same scales in both.
 #pragma once
 
 #include "core/scale_blocks.h"

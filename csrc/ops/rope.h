@@ -3,8 +3,9 @@
 // interleaved:
 //   y[a] = x[a] cos(f[a]) - x[b] sin(f[a])
 //   y[b] = x[b] cos(f[b]) + x[a] sin(f[b])     f = freqs[position of the token]
-// The backward is the transpose of that. fp32 inside, rounded once. Angles are below 2^50: beyond,
-// where neighbouring floats are millions of turns apart, CUDA gives NaN.
+// The backward is the transpose of this linear map. Computed in fp32 and rounded once. Angles must
+// be below 2^50 (beyond that, neighbouring floats are millions of turns apart): for others, CUDA
+// gives NaN.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -20,19 +21,21 @@ struct RopeArgs {
   bool batch_first = false;  // x is [batch, sequence, heads, size]
   bool interleaved = false;
   bool backward = false;
-  // Of every `period` heads the first `rotated` are rotated; the others are copied.
+  // Of every `period` heads the first `rotated` are rotated, and the others are copied (for query,
+  // key and value in one tensor, for instance).
   int64_t period = 1, rotated = 1;
   TensorView out;  // shape and dtype of x, contiguous
 };
 
-// A position past the last row of freqs, which only device data can ask for, reads that row.
+// Positions outside of freqs read its first or last row. They can only come from the values of
+// `starts` and `cu_seqlens`, which are on the device, so the host cannot check them.
 void rope(const RopeArgs& args, Stream stream);
 
-// The arguments as both backends read them: x as [sequence, batch, heads, size].
+// The sizes and strides of a call, with x as [sequence, batch, heads, size].
 struct RopeShape {
   int64_t sequence, batch, heads, size, rotary_dim, positions;
   int64_t x_sequence, x_batch, x_head;  // strides of x
-  int64_t out_sequence, out_batch;      // of out, whose heads lie side by side
+  int64_t out_sequence, out_batch;      // strides of out, whose heads are contiguous
   explicit RopeShape(const RopeArgs& args);
 };
 

@@ -5,7 +5,7 @@
 namespace te {
 namespace {
 
-// Axes from here on lie one behind the other in memory.
+// The first axis of a row: the axes from here on are contiguous.
 int first_of_row(const TensorView& x) {
   int64_t length = 1;
   int axis = x.rank;
@@ -14,7 +14,7 @@ int first_of_row(const TensorView& x) {
   return axis;
 }
 
-// The distance of rows, in elements; the axes before `row` must count them evenly.
+// The distance between rows, in elements. Throws if the axes before `row` have no common distance.
 int64_t distance(const TensorView& x, int row, std::string_view op, std::string_view name) {
   int64_t pitch = 0, rows = 1;
   for (int axis = row - 1; axis >= 0; --axis) {

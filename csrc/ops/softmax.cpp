@@ -26,7 +26,8 @@ void masked_by(const TensorView& mask, const TensorView& x, std::string_view op)
           step);
 }
 
-// Far beyond every tensor, and small enough for sums of three not to overflow.
+// Checks that the sides of the window and its diagonal are below 2^48: more than the length of any
+// tensor, and so small that sums of three of them do not overflow.
 void within_reach(const AttentionWindow& window, std::string_view op) {
   constexpr int64_t kLimit = int64_t{1} << 48;
   for (const int64_t value : {window.left, window.right, window.diagonal, -window.diagonal})

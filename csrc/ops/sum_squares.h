@@ -1,5 +1,6 @@
-// Sums of squares of many tensors, in fp32: one for each kSumSquaresBlock elements of a tensor, or
-// fewer at its end. Equal tensors give equal bits.
+// Sums of squares of many tensors (for the norm of gradients), in fp32: one sum for each block of
+// kSumSquaresBlock elements of a tensor; its last block may have fewer. Equal tensors give equal
+// bits.
 #pragma once
 
 #include <vector>
