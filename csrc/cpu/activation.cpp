@@ -1,6 +1,7 @@
-// The meaning of the activations: see ops/activation.h. Rows are computed into a buffer of fp32 and
-// handed to the sink; the bias gradient is summed in fp64 over blocks of rows, then over the blocks
-// in order, so that its result does not depend on the number of threads.
+// The CPU backend of the activations, which defines their results: see ops/activation.h. Each row
+// is computed into a buffer of fp32 and written to a RowSink. The bias gradient is summed in fp64
+// over blocks of rows, then over the blocks in order, so that its result does not depend on the
+// number of threads.
 #include "ops/activation.h"
 
 #include <algorithm>
@@ -41,8 +42,8 @@ void backward_row(const Unit& unit, const Factor& factor, const In* dy, const In
   }
 }
 
-// compute(row, values) fills one row of [rows, cols]; then the sink and, where asked for, the
-// column sums take it.
+// Calls compute(row, values), which fills one row of [rows, cols], for all rows. Each row is
+// written to the sink and, if requested, added to the column sums.
 template <class Compute>
 void for_each_row(int64_t rows, int64_t cols, const RowSink& sink, const TensorView& column_sums,
                   Compute&& compute) {
@@ -74,7 +75,7 @@ void for_each_row(int64_t rows, int64_t cols, const RowSink& sink, const TensorV
   });
 }
 
-// f(tag of the dtype, unit, factor): the run-time choices of every call.
+// Calls f(tag of the dtype, unit, factor): turns the run-time choices of a call into types.
 template <class Args, class F>
 void dispatch(const Args& args, F&& f) {
   dispatch_high_precision(args.x.dtype, "activation", [&](auto tag) {
@@ -83,7 +84,7 @@ void dispatch(const Args& args, F&& f) {
   });
 }
 
-// y of `args`, which are those of either direction, to the sink.
+// Writes y to the sink. `args` are those of the forward or of the backward.
 template <class Args>
 void forward_rows(const Args& args, int64_t cols, const RowSink& sink, bool rounded) {
   const int64_t width = args.x.cols();

@@ -1,4 +1,5 @@
-// The meaning of a step of Adam: see ops/adam.h. Elements are shared out among threads.
+// The CPU backend of Adam, which defines its results: see ops/adam.h. Threads share the elements of
+// each tensor.
 #include "ops/adam.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The meaning of amax: see ops/amax.h.
+// The CPU backend of amax, which defines its results: see ops/amax.h.
 #include "ops/amax.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The meaning of cast: see ops/cast.h.
+// The CPU backend of cast, which defines its results: see ops/cast.h.
 #include "ops/cast.h"
 
 #include "core/parallel.h"

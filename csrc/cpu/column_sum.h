@@ -1,4 +1,4 @@
-// Column sums for bias gradients on the CPU: fp32 values, fp64 sums, one rounding.
+// Column sums for bias gradients on the CPU: fp32 values are summed in fp64 and rounded once.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace te::cpu {
 
-// out[j] = sum over i of value(i, j), for a [rows, cols] reading. Threads share out the columns.
+// out[j] = sum over i of value(i, j), for a [rows, cols] matrix. Threads share the columns.
 template <class Value>
 void column_sum(const TensorView& out, int64_t rows, int64_t cols, Value&& value) {
   const int64_t grain = std::max<int64_t>(16, (1 << 17) / std::max<int64_t>(1, rows));
@@ -26,7 +26,7 @@ void column_sum(const TensorView& out, int64_t rows, int64_t cols, Value&& value
   });
 }
 
-// Of a tensor of fp32, fp16 or bf16.
+// The column sums of a tensor of fp32, fp16 or bf16.
 inline void column_sum(const TensorView& out, const TensorView& x) {
   dispatch_high_precision(x.dtype, "column_sum", [&](auto tag) {
     const auto* values = x.ptr<typename decltype(tag)::type>();

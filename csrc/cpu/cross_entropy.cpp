@@ -1,4 +1,5 @@
-// The meaning of cross entropy: see ops/cross_entropy.h. Rows are shared out among threads.
+// The CPU backend of cross entropy, which defines its results: see ops/cross_entropy.h. Threads
+// share the rows.
 #include "ops/cross_entropy.h"
 
 #include <cmath>

@@ -1,4 +1,5 @@
-// The meaning of delayed_scaling_update and gather_amax: see ops/delayed_scaling.h.
+// The CPU backend of delayed_scaling_update and gather_amax, which defines their results: see
+// ops/delayed_scaling.h.
 #include "ops/delayed_scaling.h"
 
 #include <algorithm>
@@ -10,7 +11,8 @@
 namespace te::cpu {
 namespace {
 
-// Drops row 1, moves the others up, and puts `newest` at the end; row 0 is empty again.
+// Drops row 1 (the oldest amax), moves the later rows one up, and puts `newest` at the end. Row 0,
+// in which ops collect the amax of the next step, becomes 0.
 void roll(std::span<float> column, float newest) {
   if (column.size() > 1) {
     std::shift_left(column.begin() + 1, column.end(), 1);

@@ -1,4 +1,4 @@
-// The meaning of dequantize: see ops/dequantize.h.
+// The CPU backend of dequantize, which defines its results: see ops/dequantize.h.
 #include "ops/dequantize.h"
 
 #include <algorithm>

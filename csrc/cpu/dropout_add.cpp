@@ -1,4 +1,4 @@
-// The meaning of dropout_add: see ops/dropout_add.h.
+// The CPU backend of dropout_add, which defines its results: see ops/dropout_add.h.
 #include "ops/dropout_add.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 16;
 
-// Dropout of neighbouring elements, which share a draw. With p == 0 nothing is drawn, and the seed
-// may be absent.
+// Dropout of elements in ascending order. Neighbouring elements share a draw of random words, which
+// is kept until the next group. With p == 0 nothing is drawn, and the seed may be absent.
 class Dropout {
  public:
   Dropout(const TensorView& seed, float p)

@@ -1,4 +1,5 @@
-// The meaning of merge_parts: see ops/merge_parts.h. Rows are shared out among threads.
+// The CPU backend of merge_parts, which defines its results: see ops/merge_parts.h. Threads share
+// the rows.
 #include "ops/merge_parts.h"
 
 #include <algorithm>
@@ -13,7 +14,8 @@ namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 15;
 
-// A row of out, and of each part that has it. The first weight is that of out.
+// A row of out, and the rows of the parts that have its token. weights[0] is the weight of out, and
+// weights[1 + k] that of part k.
 template <class Out, class Part>
 struct Row {
   Out* out;

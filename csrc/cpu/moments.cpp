@@ -1,5 +1,6 @@
-// The meaning of moments, cast_moments and merge_rows: see ops/moments.h. Sums are taken in fp64,
-// chunk by chunk; chunks are merged in order, so that no result depends on the number of threads.
+// The CPU backend of moments, cast_moments and merge_rows, which defines their results: see
+// ops/moments.h. Sums are taken in fp64 over chunks of a tensor. The chunks are then merged in
+// order, so that no result depends on the number of threads.
 #include "ops/moments.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ constexpr int64_t kChunk = 1 << 15;
 
 bool is_active(const TensorView& flag) { return !flag || *flag.ptr<int32_t>() != 0; }
 
-// of(first, last) gives the row of a chunk.
+// Merges the rows of all chunks into `into`. of(first, last) computes the row of one chunk.
 template <class Row, class Of>
 void merge_chunks(int64_t count, Row& into, Of&& of) {
   const int64_t chunks = (count + kChunk - 1) / kChunk;

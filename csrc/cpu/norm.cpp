@@ -1,6 +1,7 @@
-// The meaning of the norms: see ops/norm.h. Sums are taken in fp64, everything per element in fp32.
-// Threads share out the rows; the parameter gradients are summed per column in row order, so no
-// result depends on the number of threads.
+// The CPU backend of the norms, which defines their results: see ops/norm.h. Sums are taken in
+// fp64, and the arithmetic on each element is in fp32. Threads share the rows. The parameter
+// gradients are summed per column in the order of rows, so no result depends on the number of
+// threads.
 #include "ops/norm.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ using Row = std::vector<float>;
 
 int64_t row_grain(int64_t cols) { return kElementsPerThread / cols + 1; }
 
-// Sum of value(j) over j < count, in lanes that the compiler can put side by side.
+// The sum of value(j) over j < count, in eight partial sums that the compiler can vectorise.
 template <class Value>
 double sum_of(size_t count, Value&& value) {
   constexpr size_t kLanes = 8;
@@ -49,8 +50,8 @@ void load(const In* from, Row& row) {
   for (size_t j = 0; j < row.size(); ++j) row[j] = static_cast<float>(from[j]);
 }
 
-// Leaves x - mean in `row`. The mean is subtracted as a sum of two floats, so that a row far from
-// zero loses nothing but what its own mean in fp32 loses.
+// Replaces `row` by x - mean, and returns the mean. The mean is subtracted as a sum of two floats,
+// so that rounding it to fp32 adds no error to rows that are far from zero.
 double subtract_mean(Row& row) {
   const double mean = sum_of(row.size(), [&](size_t j) { return static_cast<double>(row[j]); }) /
                       static_cast<double>(row.size());

@@ -1,5 +1,5 @@
-// The meaning of one_shot, between processes or threads of one host: see ops/one_shot.h. It uses
-// the flags of one block.
+// The CPU backend of one_shot, between processes or threads of one host: see ops/one_shot.h. The
+// calling thread does all the work, so it uses only the flags of block 0.
 #include "ops/one_shot.h"
 
 #include <atomic>
@@ -15,7 +15,7 @@ uint32_t* calls(const OneShotPiece& piece, int rank) {
   return reinterpret_cast<uint32_t*>(piece.group.addresses[rank]);
 }
 
-// The call whose data `sender` has written last.
+// The number of the last call whose data `sender` has written to `receiver`.
 std::atomic_ref<uint32_t> arrived(const OneShotPiece& piece, int receiver, int sender) {
   return std::atomic_ref<uint32_t>(calls(piece, receiver)[kOneShotBlocks * (1 + sender)]);
 }
@@ -38,7 +38,7 @@ float combined(Combine how, float a, T b) {
   return how == Combine::Sum ? a + static_cast<float>(b) : std::fmax(a, static_cast<float>(b));
 }
 
-// Parts in the order of ranks.
+// Combines the parts in the order of ranks, so that all ranks get the same bits.
 template <class T>
 void combine(const OneShotPiece& piece, const char* const (&parts)[kOneShotMostRanks]) {
   auto* out = reinterpret_cast<T*>(piece.out);

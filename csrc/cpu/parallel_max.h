@@ -1,4 +1,4 @@
-// The largest of non-negative values found by several threads; NaN ignored.
+// The maximum of non-negative values, computed by several threads; NaN is ignored.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace te::cpu {
 
-// part(first, last) returns the maximum of its range; 0 is the maximum of nothing.
+// part(first, last) returns the maximum of a range, which is 0 if the range has no numbers.
 template <class Part>
 float parallel_max(int64_t count, int64_t grain, Part&& part) {
   float result = 0.0f;

@@ -1,4 +1,5 @@
-// Between processes or threads of one host: see ops/peer_memory.h.
+// The CPU backend of peer memory, between processes or threads of one host: see ops/peer_memory.h.
+// The calling thread copies and waits.
 #include "ops/peer_memory.h"
 
 #include <atomic>

@@ -1,5 +1,6 @@
-// The meaning of quantize: see ops/quantize.h. Rows are shared out among threads; the bias gradient
-// is summed per column in row order, so its result does not depend on the number of threads.
+// The CPU backend of quantize, which defines its results: see ops/quantize.h. Threads share the
+// rows. The bias gradient is summed per column in the order of rows, so its result does not depend
+// on the number of threads.
 #include "ops/quantize.h"
 
 #include <algorithm>

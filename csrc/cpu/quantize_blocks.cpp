@@ -1,5 +1,6 @@
-// The meaning of quantize_blocks: see ops/quantize_blocks.h. Threads share out tiles of 128 x 128
-// values, which hold whole blocks of every kind: amaxes first, then scales, then codes.
+// The CPU backend of quantize_blocks, which defines its results: see ops/quantize_blocks.h. Threads
+// share tiles of 128 x 128 values, which contain whole blocks of every kind. For a tile, the first
+// pass computes amaxes, from which the scales follow, and the second pass writes codes.
 #include "ops/quantize_blocks.h"
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 17;
 
-using LineValues = std::array<float, kScaleBlock>;  // of the rows or the columns of a tile
+using LineValues = std::array<float, kScaleBlock>;  // one for each row, or column, of a tile
 
 struct Tile {
   int64_t top, left;   // first row and column
@@ -28,8 +29,10 @@ struct Tile {
         cols(std::min<int64_t>(kScaleBlock, x.cols() - left)) {}
 };
 
-// From amaxes to scales. The inverses go to `side`, whose rows are the lines: a line's block begins
-// at (first, along). `count` lines exist.
+// Replaces the amaxes of the lines (rows or columns) of a tile by their scales, and writes the
+// inverse scales to `side`. A line of the tile is a part of a row of `side`: the block of line i
+// begins at (first + i, along). The matrix has `count` lines in this tile; the inverse scales of
+// others are padding.
 template <class In>
 void find_scales(const QuantizeBlocksArgs& args, const BlockCodes& side, int64_t first,
                  int64_t along, int64_t count, LineValues& values) {
@@ -81,7 +84,8 @@ void quantize_tile(const QuantizeBlocksArgs& args, const Tile& tile) {
   }
 }
 
-// The places that rounding the grid up has added; those of Rows are written with their lines.
+// Sets the padding of the inverse scales of 128 x 128 blocks to zero. That of 1 x 128 blocks is
+// written by find_scales.
 void clear_padding(const BlockCodes& side, ScaleBlocks blocks) {
   if (!side || blocks != ScaleBlocks::Squares) return;
   const ScaleGrid grid = scale_grid(blocks, side.codes.rows(), side.codes.cols());

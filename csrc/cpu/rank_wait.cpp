@@ -12,10 +12,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSpins = 1000;  // before the processor goes to others
+constexpr int kSpins = 1000;  // polls before the thread yields, and then before it sleeps
 constexpr auto kNap = std::chrono::microseconds(50);
 constexpr int kNapsPerLook = 2000;
 
+// Asks the kernel whether the awaited process still has its byte of the file locked.
 bool has_ended(const AwaitedRank& awaited) {
   if (awaited.lock_file < 0) return false;
   struct flock lock {};

@@ -1,4 +1,4 @@
-// The meaning of rope: see ops/rope.h.
+// The CPU backend of rope, which defines its results: see ops/rope.h. Threads share the tokens.
 #include "ops/rope.h"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ void run(const RopeArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (shape.heads * shape.size));
   parallel_for(shape.sequence * shape.batch, grain, [&](int64_t first, int64_t last) {
     std::vector<float> cosine(static_cast<size_t>(shape.rotary_dim)), sine(cosine.size());
-    int64_t made = -1;  // the position of which these are
+    int64_t made = -1;  // the position whose cosines and sines were computed last
     for (int64_t token = first; token < last; ++token) {
       const int64_t s = token / shape.batch, b = token % shape.batch;
       if (const int64_t position = positions.of(s, b); position != made) {

@@ -1,5 +1,5 @@
-// Where a CPU op puts its rows of fp32 results: the plain tensor, FP8 codes, and the amax behind
-// their scales. Any of them may be absent.
+// RowSink: the outputs of a CPU op that computes rows of fp32 values. A row is rounded to the plain
+// tensor, cast to FP8 codes, and its amax is taken for the next scale. Any of these may be absent.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,13 @@ namespace te::cpu {
 
 class RowSink {
  public:
-  // Reads the scale; writes the pair of delayed scaling.
+  // Reads the scale of delayed scaling, and writes its pair {1 / scale, scale}.
   RowSink(int64_t rows, int64_t cols, const TensorView& plain, const QuantizedView& quantized,
           const CurrentScale& current);
 
-  // Threads may write different rows at once. Returns max |value|, NaN ignored, if anyone asks: of
-  // the values as rounded to the plain dtype with current scaling, else of the fp32 values.
+  // Writes a row; threads may write different rows at once. Returns max |value|, NaN ignored, if an
+  // amax was requested, else 0. With current scaling it is that of the values as rounded to the
+  // plain dtype, else that of the fp32 values.
   float write(int64_t row, const std::vector<float>& values) const;
 
   // Writes all rows: compute(row, values) fills one. Threads take `grain` rows or more.
@@ -34,7 +35,8 @@ class RowSink {
     }));
   }
 
-  // Once all rows are written: keeps the largest result of write(), or the scales it gives.
+  // To be called after all rows, with the largest result of write(): updates the amax of delayed
+  // scaling, or stores the amax and the scale of current scaling.
   void finish(float amax) const;
 
  private:
@@ -45,7 +47,7 @@ class RowSink {
   float scale_ = 1.0f;
 };
 
-// Keeps a tensor's amax, where asked for, and the scales that it gives.
+// Stores the amax of a tensor and the scale that follows from it, as far as they are requested.
 void keep_current(const CurrentScale& rule, float amax);
 
 }  // namespace te::cpu

@@ -1,4 +1,4 @@
-// The meaning of softmax: see ops/softmax.h. Rows are shared out among threads.
+// The CPU backend of softmax, which defines its results: see ops/softmax.h. Threads share the rows.
 #include "ops/softmax.h"
 
 #include <algorithm>
@@ -54,7 +54,8 @@ float scaled_scores(const SoftmaxForwardArgs& args, int64_t row, std::vector<flo
 template <class T>
 void forward_row(const SoftmaxForwardArgs& args, int64_t row, std::vector<float>& weights) {
   const float largest = scaled_scores<T>(args, row, weights);
-  // Where all is -Inf, exp(-Inf - 0) gives the zero weights that exp(-Inf + Inf) would not.
+  // If all scores are -Inf, 0 is subtracted: exp(-Inf - 0) is 0, where exp(-Inf + Inf) would be
+  // NaN.
   const float shift = largest == -kInfinity ? 0.0f : largest;
   double sum = 0.0;
   for (float& weight : weights) {

@@ -1,4 +1,4 @@
-// The meaning of sum_parts: see ops/sum_parts.h.
+// The CPU backend of sum_parts, which defines its results: see ops/sum_parts.h.
 #include "ops/sum_parts.h"
 
 #include "core/parallel.h"

@@ -1,4 +1,5 @@
-// The meaning of sum_squares: see ops/sum_squares.h. Blocks are shared out among threads.
+// The CPU backend of sum_squares, which defines its results: see ops/sum_squares.h. Threads share
+// the blocks of each tensor.
 #include "ops/sum_squares.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
-// The meaning of transpose: see ops/transpose.h. Square tiles keep both sides in the cache.
+// The CPU backend of transpose, which defines its results: see ops/transpose.h. It takes 64 rows at
+// a time, column by column: the cache lines that it has read serve the next columns, too, and each
+// column is written as up to 64 contiguous bytes.
 #include "ops/transpose.h"
 
 #include <algorithm>
