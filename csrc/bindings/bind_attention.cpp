@@ -18,8 +18,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Format, left, right, bottom right, ALiBi, deterministic; the longest sequences of queries, of
-// keys.
+// Format, left, right, bottom right, ALiBi, deterministic, and the lengths of the longest sequences
+// of queries and of keys.
 using Settings = std::array<int64_t, 8>;
 
 struct Factors {
@@ -31,7 +31,8 @@ using Sequences = std::array<TensorView, 4>;  // cu_seqlens of queries and keys,
 using Extras = std::array<TensorView, 3>;     // bias, sink, seed
 using Results = std::array<TensorView, 2>;    // result, statistics
 
-// `[..., heads, size]`, also of a tensor whose heads are flat.
+// A view of shape [..., heads, size]. A tensor with one axis less than query has its last axis
+// split.
 TensorView with_heads(TensorView t, const TensorView& query) {
   if (t.rank == 0 || t.rank + 1 != query.rank) return t;
   const int64_t heads = query.size(-2), features = t.size(-1), stride = t.stride(-1);
@@ -72,7 +73,7 @@ void run(const AttentionArgs& args, const AttentionGradients* gradients) {
   const Stream stream = bridge::current_stream(args.query.device);
   const int64_t bytes = attention_workspace_bytes(args, gradients, stream);
   if (bytes <= kLargestScratch) {
-    // Workspaces of packed sequences have many sizes: a buffer grows few times if it doubles.
+    // Packed sequences need workspaces of many sizes. With powers of two the buffer seldom grows.
     const auto room = std::bit_ceil(static_cast<uint64_t>(bytes));
     const TensorView scratch =
         bytes == 0 ? TensorView{}
@@ -89,7 +90,8 @@ void attention_forward_into(const Inputs& inputs, const Settings& settings, floa
   run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), nullptr);
 }
 
-// `gradients`: of the result; then, written, of query, key, value, bias and sink.
+// `gradients`: that of the result, which is read, then those of query, key, value, bias and sink,
+// which are written.
 void attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
                              float dropout, const Sequences& sequences, const Extras& extras,
                              const Results& results, const std::array<TensorView, 6>& gradients) {
@@ -105,7 +107,7 @@ void attention_backward_into(const Inputs& inputs, const Settings& settings, flo
 
 using Views = std::vector<TensorView>;
 
-// Codes travel as bytes: query, key, value and the result are E4M3.
+// Python passes FP8 codes as uint8. Those of query, key, value and the result are E4M3.
 AttentionArgs fp8_arguments(const Inputs& inputs, const Settings& settings, float scale,
                             const Results& results, const TensorView& pairs, const Views& scales,
                             const Views& amaxes) {
@@ -128,7 +130,8 @@ void fp8_attention_forward_into(const Inputs& inputs, const Settings& settings, 
   run(fp8_arguments(inputs, settings, scale, results, pairs, scales, amaxes), nullptr);
 }
 
-// `gradients`: of the result; then, written, of query, key and value; codes of `format`.
+// `gradients`: that of the result, which is read, then those of query, key and value, which are
+// written. All are codes of `format`.
 void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
                                  const Results& results, const TensorView& pairs,
                                  const Views& scales, const Views& amaxes,
@@ -145,7 +148,7 @@ void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings,
   run(fp8_arguments(inputs, settings, scale, results, pairs, scales, amaxes), &grads);
 }
 
-// A contiguous tensor that has no memory.
+// A contiguous CUDA tensor without memory, to ask whether cuDNN takes it; absent without sizes.
 TensorView imagined(const std::vector<int64_t>& sizes, DType dtype, int device) {
   TensorView view{.dtype = dtype, .device = {DeviceType::CUDA, device}};
   if (sizes.empty()) return view;
@@ -161,7 +164,8 @@ TensorView imagined(const std::vector<int64_t>& sizes, DType dtype, int device) 
 
 using Sizes = std::vector<int64_t>;
 
-// Why cuDNN refuses contiguous tensors of these sizes, "" where it does not.
+// The reason why cuDNN refuses contiguous tensors of these sizes, or "" if it does not. With
+// `training`, the backward is asked for, too.
 std::string refusal(const std::array<Sizes, 3>& sizes, int dtype, int device,
                     const Settings& settings, float dropout, bool padded, const Sizes& bias,
                     bool bias_grad, bool sink, bool sink_grad, bool training) {
@@ -190,7 +194,7 @@ std::string refusal(const std::array<Sizes, 3>& sizes, int dtype, int device,
   return cuda::attention_refusal(args, &gradients);
 }
 
-// The same for FP8; `format` is that of gradients, None where the backward is another.
+// The same for FP8. `format` is that of the gradients; None if there is no FP8 backward.
 std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Settings& settings,
                         bool with_statistics, std::optional<int> format) {
   const auto of = [&](const Sizes& s) { return imagined(s, DType::Float8E4M3, device); };

@@ -1,6 +1,6 @@
-// Bindings of gemm: flat arguments, because building a Python object per call would cost more than
-// the launch. Formats are values of DType, or -1 for plain operands and results; those of operands
-// whose blocks have scales say so (quantized_args.h).
+// Bindings of gemm. Arguments are flat, because to build a Python object for each call would cost
+// more than the launch. A format is -1 for a plain operand, else the number of the FP8 format and
+// of the blocks that have scales (quantized_args.h).
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
@@ -24,7 +24,8 @@ bool run(GemmArgs args) {
 
 constexpr int kPlain = -1;
 
-// What a tensor says of itself is checked below; a format is believed, so it is checked here.
+// The op checks the tensors, but a view has the format that is put into it here, so the format is
+// checked here.
 GemmOperand operand(const TensorView& data, const TensorView& scales, int format, bool transposed) {
   if (format == kPlain) return {data, scales, transposed};
   require(format >= 0 && is_fp8(codec_of(format)) && blocks_of(format) <= ScaleBlocks::Squares,

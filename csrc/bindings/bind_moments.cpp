@@ -1,4 +1,4 @@
-// Bindings of moments, cast_moments and merge_rows, and of what people read off their rows.
+// Bindings of moments, cast_moments and merge_rows, and of the statistics computed from their rows.
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 

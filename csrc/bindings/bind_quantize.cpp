@@ -28,7 +28,7 @@ void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorV
   quantize(args, stream);
 }
 
-// The tensors that a list has for each of `count`; an empty list has none.
+// Tensor i of a list of `count` tensors, or an absent one if the list is empty.
 TensorView optional_of(const Views& views, size_t i, size_t count) {
   if (views.empty()) return {};
   require(views.size() == count, Kind::Value, "quantize_many", "expected ", count,

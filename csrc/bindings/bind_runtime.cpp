@@ -1,4 +1,4 @@
-// Build facts and process settings.
+// Bindings of facts about the build and the devices, and of settings of the process.
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
@@ -11,7 +11,7 @@ namespace {
 
 namespace py = pybind11;
 
-// By the names of the fields, for transformer_engine/_devices.py.
+// The limits as a dict by the names of the fields, for transformer_engine/_devices.py.
 py::dict named(const cuda::DeviceLimits& limits) {
   using py::arg;
   return py::dict(

@@ -1,4 +1,5 @@
-// te::Error -> the Python exception of its kind, for the extension module that calls this.
+// register_errors() translates te::Error to the Python exception of its kind, in the extension
+// module that calls it.
 #pragma once
 
 namespace te::bindings {

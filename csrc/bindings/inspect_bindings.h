@@ -1,5 +1,4 @@
-// What inspect_module.cpp calls: the parts of nvdlfw_inspect/_engine, each in its own
-// inspect_<part>.cpp.
+// The functions that bind the parts of nvdlfw_inspect/_engine, each in a file inspect_<part>.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -19,7 +19,7 @@ PythonCalls::~PythonCalls() {
 }
 
 void PythonCalls::release() {
-  const auto routed = std::move(routed_);  // their destructors may run Python code
+  const auto routed = std::move(routed_);  // moved out first: destructors may run Python code
   const py::object calls = std::move(calls_);
   routed_.clear();
 }

@@ -1,6 +1,6 @@
-// The engine's callouts, implemented by Python: one object of nvdlfw_inspect/calls.py for the
-// features, `warnings` and stderr for the sink, `re` for patterns. They take the GIL themselves;
-// the engine calls them without it.
+// The interfaces that the engine calls (inspect/callouts.h), implemented by Python: an object of
+// nvdlfw_inspect/calls.py for features, `warnings` and stderr for the sink, `re` for patterns. The
+// engine calls them without the GIL, and they take it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -28,9 +28,9 @@ class PythonCalls final : public inspect::FeatureCall, public inspect::Sink {
   void warn(const std::string& text) override;
   void print(const std::string& line) override;
 
-  // With the GIL held.
-  pybind11::object routed(const inspect::RoutedUse& use);  // made once
-  void release();  // drops all Python objects; later calls fail
+  // To be called with the GIL held.
+  pybind11::object routed(const inspect::RoutedUse& use);  // the Python object of a use
+  void release();  // drops all Python objects; later calls throw
 
  private:
   pybind11::object method(const char* name) const;

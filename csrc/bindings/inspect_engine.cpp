@@ -39,8 +39,8 @@ struct LoadedConfig {
   }
 };
 
-// (section, feature, layers, [(gemm, tensor, schedule), ...]) of every enabled feature, in file
-// order.
+// Returns (section, feature, layers, [(gemm, tensor, schedule), ...]) for every enabled feature, in
+// file order.
 py::list plan_of(const LoadedConfig& config, const std::vector<std::string>& layers) {
   py::list rows;
   for (const inspect::Plan& plan :

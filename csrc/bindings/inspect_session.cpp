@@ -1,5 +1,5 @@
-// A session: what hooks ask, and what goes into the logs. The GIL is released before the engine's
-// mutex can be taken.
+// Bindings of a session: the routing calls of hooks, and the logs. The GIL is released before calls
+// that may lock a mutex of the engine.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,7 +18,8 @@
 namespace te::bindings {
 namespace {
 
-// An argument whose error says what it is; others get pybind's list of signatures.
+// A str argument. For a wrong type, the error says that a layer's name was expected. (For other
+// arguments, pybind11 lists the signatures.)
 struct LayerName : std::string {};
 
 }  // namespace
@@ -99,7 +100,8 @@ void log_statistics(Session& session, int64_t iteration, const LayerName& layer,
   }
 }
 
-// {namespace: {feature: configuration}} of the sections that select the layer, in file order.
+// Returns {namespace: {feature: configuration}} for the sections that select the layer, in file
+// order. If several sections have a feature, the first one counts.
 py::dict written(Session& session, const LayerName& layer) {
   std::vector<int> sections;
   {
@@ -119,7 +121,7 @@ py::dict written(Session& session, const LayerName& layer) {
   return result;
 }
 
-// Does the `layers` part of a section select the layer?
+// Returns whether the `layers` part of a section selects the layer.
 bool selects(const py::dict& layers, const std::string& layer) {
   py::dict section, root;
   section["enabled"] = true;

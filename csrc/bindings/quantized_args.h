@@ -1,4 +1,4 @@
-// Python hands FP8 outputs over as flat arguments; these helpers put them into the core's structs.
+// Python passes FP8 tensors as flat arguments. These helpers put them into the core's structs.
 #pragma once
 
 #include "bindings/tensor_bridge.h"
@@ -7,8 +7,8 @@
 
 namespace te::bindings {
 
-// The format of an FP8 matrix in one number: its DType, and 16 for 1 x 128 or 32 for 128 x 128
-// blocks with scales of their own.
+// The format of an FP8 matrix as one number: its DType, plus 16 if 1 x 128 blocks have scales, or
+// plus 32 if 128 x 128 blocks have scales.
 inline DType codec_of(int format) { return static_cast<DType>(format % 16); }
 inline ScaleBlocks blocks_of(int format) { return static_cast<ScaleBlocks>(format / 16); }
 

@@ -22,16 +22,17 @@ bool same(const TensorView& a, const TensorView& b) {
          a.is_contiguous() == b.is_contiguous();
 }
 
-// Python copies what attention could not read 16 bytes at a time; a recording has no such copy.
+// Stage by stage, Python copies tensors that attention cannot read because their address is not a
+// multiple of 16. A recording has no such copy, so it takes only aligned inputs.
 bool aligned(const TensorView& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; }
 
 using Address = std::tuple<uintptr_t, int64_t, int, int64_t>;  // address, bytes, slot, offset
-using Allocation = std::optional<py::tuple>;  // what allocators are called with; none: no tensor
+using Allocation = std::optional<py::tuple>;  // arguments of the allocators; none: no tensor
 using Uses = std::pair<int, int>;  // first and last call with a slot; last is -1 if Python reads it
 
-// Slots are, in this order: the inputs, scratch memory, and what the other allocations make. A
-// tensor is the first allocator's if that made it on the device of the inputs, else the next one's.
-// It is made before the first call that uses its slot, and dropped behind the last one.
+// The slots are, in this order: the inputs, scratch memory, and the tensors of the other
+// allocations. A tensor comes from the first allocator that returns one on the device of the
+// inputs. It is allocated before the first call that uses its slot, and dropped after the last one.
 class Recording {
  public:
   Recording(const std::vector<TensorView>& inputs, const std::vector<Allocation>& allocations,
@@ -46,8 +47,9 @@ class Recording {
     if (scratch) scratch_bytes_ = py::cast<int64_t>(py::tuple((*scratch)[0])[0]);
   }
 
-  // Takes over the calls; "" or why they cannot be repeated. `addresses` are those of tensors
-  // (`Address`); `uses` are those of each slot (`Uses`).
+  // Takes over the calls of a recorder. Returns "", or the reason why they cannot be repeated.
+  // `addresses` has an `Address` for each tensor with memory in a slot, `uses` a `Uses` for each
+  // slot.
   std::string place(const Recorder& recorder, const py::list& addresses, const py::list& uses) {
     Ranges ranges;
     for (const auto& tensor : persistent_) {
@@ -72,8 +74,10 @@ class Recording {
     return {};
   }
 
-  // The slots, those of the inputs included, but without what was dropped; `inputs` is emptied.
-  // None, with nothing done, where an input does not look like that of the recording.
+  // Runs all calls. Returns the tensors of all slots, inputs included; those that were dropped
+  // after their last use are None. `inputs` is emptied, so that inputs can be freed as well.
+  // Returns None, without having done anything, if an input differs from the recorded one in shape,
+  // dtype, device or contiguity, or is not aligned.
   std::optional<py::list> run(py::list& inputs) const {
     const size_t count = inputs_.size();
     if (inputs.size() != count) return std::nullopt;
@@ -117,7 +121,7 @@ class Recording {
     Bases bases;
   };
 
-  // Bytes from a view's first element to its last.
+  // The number of bytes from a view's first element to the end of its last one.
   static int64_t extent(const TensorView& view) {
     int64_t last = 0;
     for (int i = 0; i < view.rank; ++i) last += (view.size(i) - 1) * view.stride(i);
@@ -137,8 +141,8 @@ class Recording {
   }
 
   std::vector<std::shared_ptr<RecordedCall>> calls_;
-  std::vector<std::vector<size_t>> made_;     // slots, before each call and behind the last one
-  std::vector<std::vector<size_t>> dropped_;  // behind each call
+  std::vector<std::vector<size_t>> made_;     // slots to make before each call, and after the last
+  std::vector<std::vector<size_t>> dropped_;  // slots to drop after each call
   std::vector<TensorView> inputs_;
   std::vector<Allocation> allocations_;
   std::vector<py::object> allocators_;

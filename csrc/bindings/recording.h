@@ -3,7 +3,8 @@
 // While a recorder is active on a thread, ops bound with `recordable<>` record their arguments and
 // compute nothing. The recording then locates every recorded address: at an offset in a tensor that
 // each call brings (a slot), or in a persistent tensor that was named beforehand (scales, amaxes,
-// rows of statistics). Any other address refuses the recording: nothing says how long it is valid.
+// rows of statistics). Calls with any other address are refused, because nothing says how long that
+// address is valid.
 
 #pragma once
 
@@ -37,11 +38,12 @@ struct MemoryRange {
 using Ranges = std::map<uintptr_t, MemoryRange>;  // by first address
 using Bases = std::vector<char*>;                 // first address of each slot
 
-// The slice that a view covers; nothing where no range holds all of it.
+// The slice that begins at the first address of a view; nothing if no range contains that address.
 std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view);
 
-// A gemm that is not the library's to do (on the CPU, say): Python evaluates the definition. A
-// tensor is (address, dtype, sizes, index of the CUDA device or -1).
+// Runs a GEMM for which the op has returned false (on the CPU, for instance): Python evaluates its
+// definition in torch. describe_memory() makes an argument for Python of a tensor: (address, dtype,
+// sizes, index of the CUDA device or -1).
 void run_definition(const std::vector<pybind11::object>& arguments);
 pybind11::object describe_memory(const TensorView& view);
 
@@ -50,7 +52,8 @@ inline constexpr bool kHoldsViews = std::is_same_v<T, std::vector<TensorView>>;
 template <size_t n>
 inline constexpr bool kHoldsViews<std::array<TensorView, n>> = true;
 
-// Calls `use(view)` for the tensors of an argument that are there.
+// Calls `use(view)` for each tensor of an argument, absent ones included. Other arguments have
+// none.
 template <class T, class Use>
 void each_view(T& argument, const Use& use) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, TensorView>) {
@@ -60,8 +63,8 @@ void each_view(T& argument, const Use& use) {
   }
 }
 
-// Calls an op. Where all tensors are on the CPU, Python's lock is released meanwhile, so that other
-// threads go on; ops on CUDA may ask Python for workspaces.
+// Calls an op. If all tensors are on the CPU, the GIL is released during the call, so that other
+// threads go on. For CUDA it is held, because ops may ask Python for workspaces.
 template <auto op, class... Args>
 auto call_op(const Args&... args) {
   bool on_cpu = true;
@@ -74,18 +77,19 @@ auto call_op(const Args&... args) {
   return op(args...);
 }
 
+// A call of an op with its arguments. `CallOf` implements it for each op.
 class RecordedCall {
  public:
   virtual ~RecordedCall() = default;
   virtual std::vector<uintptr_t> addresses() const = 0;
-  // Locates every tensor; false, with `problem` set, where one is in no slot.
+  // Finds the slice of every tensor. Returns false and sets `problem` if a tensor is in no range.
   virtual bool place(const Ranges& ranges, Device device, std::string& problem) = 0;
   virtual void run(const Bases& bases) const = 0;
 };
 
 class Recorder {
  public:
-  static Recorder*& active();  // of this thread; null where none is
+  static Recorder*& active();  // the recorder of this thread; null if there is none
 
   void add(std::unique_ptr<RecordedCall> call) { calls.push_back(std::move(call)); }
 
@@ -166,7 +170,8 @@ class CallOf final : public RecordedCall {
   std::vector<BufferSlice> slices_;
 };
 
-// What Python calls: the op, or its recording. A recorded call counts as done.
+// The function that Python calls: it calls the op, or records the call if a recorder is active. A
+// recorded GEMM returns true, as if cuBLASLt had computed it.
 template <auto op>
 struct Recordable;
 

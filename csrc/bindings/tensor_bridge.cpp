@@ -30,8 +30,8 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
   return api != nullptr && api->view != nullptr ? api : nullptr;
 }
 
-// The table is static per type. The GIL guards the cache; types that vanish are not a concern,
-// because a cached entry holds a reference to its type.
+// The exchange API of a type of tensors, from a cache. The GIL guards the cache. An entry holds a
+// reference to its type, so no other type can get the same address.
 const dlpack::ExchangeApi* cached_api_of(PyTypeObject* type) {
   static auto* cache = new std::unordered_map<PyTypeObject*, const dlpack::ExchangeApi*>;
   static PyTypeObject* last_type = nullptr;
@@ -90,8 +90,9 @@ void set_rank(TensorView& out, int64_t rank) {
   out.rank = static_cast<int32_t>(rank);
 }
 
-// Storage-less tensors (FakeTensor, wrapper subclasses such as quantized tensors) look like
-// successes with a null pointer; nothing but this check stands between them and a crash.
+// Refuses tensors with elements but without storage (FakeTensor, wrapper subclasses such as
+// quantized tensors). The exchange API reports success for them, with a null pointer that an op
+// would read.
 void guard(const TensorView& view, py::handle object) {
   require(
       view.data != nullptr || view.numel() == 0, Kind::Type, kOp,
@@ -124,7 +125,7 @@ void view_through_api(const dlpack::ExchangeApi& api, py::handle object, TensorV
 
 bool view_of(py::handle object, TensorView& out) {
   const dlpack::ExchangeApi* api = cached_api_of(Py_TYPE(object.ptr()));
-  if (api == nullptr) {  // quantized tensors hide it
+  if (api == nullptr) {  // quantized tensors hide the API of their base class
     if (!py::isinstance(object, tensor_type())) return false;
     api = cached_api_of(reinterpret_cast<PyTypeObject*>(tensor_type().ptr()));
   }
@@ -145,7 +146,7 @@ Stream current_stream(Device device) {
 
 namespace {
 
-// What a tensor looks like from C++; tests compare it with torch's own answers.
+// Describes a tensor as C++ sees it, for tests that compare this with torch's own description.
 py::dict describe(const TensorView& t) {
   py::tuple sizes(t.rank), strides(t.rank);
   for (int i = 0; i < t.rank; ++i) {

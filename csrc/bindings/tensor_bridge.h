@@ -1,8 +1,7 @@
-// The one place where a torch.Tensor becomes a TensorView, and where its current stream is found.
-//
-// By DLPack's C exchange API, about 40 ns a tensor. A guard follows: supported dtype, cpu or cuda,
-// and data behind every element. Function arguments of type TensorView accept a tensor or None (an
-// absent view).
+// The only place where a torch.Tensor becomes a TensorView, and where torch's current stream is
+// found. Both use DLPack's C exchange API, which takes about 40 ns for a tensor. A tensor must have
+// a supported dtype, be on cpu or cuda, and have memory for its elements. Function arguments of
+// type TensorView accept a tensor or None (an absent view).
 #pragma once
 
 #include <pybind11/pybind11.h>

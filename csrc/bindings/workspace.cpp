@@ -21,12 +21,12 @@ constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algo
 struct Buffer {
   py::object tensor;
   TensorView view;
-  bool leased = false;
+  bool leased = false;  // a RecordingScratch uses it
 };
 
-// Guarded by Python's lock, as every binding is; never destroyed, because Python ends first.
+// The GIL guards this table. It is never destroyed, because Python ends before static destructors.
 struct Table {
-  py::object zeros;  // (bytes, CUDA device index) -> uint8 tensor of no memory pool, zero by now
+  py::object zeros;  // (bytes, CUDA device index) -> uint8 tensor of no memory pool, already zero
   py::object empty;  // (bytes, CUDA device index) -> uint8 tensor of the pool of this thread
   std::map<std::tuple<Purpose, int32_t, void*>, Buffer> buffers;
   std::vector<Buffer> outgrown;
@@ -37,6 +37,7 @@ Table& table() {
   return *table;
 }
 
+// The buffer of a purpose, device and stream, replaced by a larger one if it is too small.
 Buffer& grown(Purpose purpose, Device device, Stream stream, int64_t bytes) {
   Buffer& found = table().buffers[{purpose, device.index, stream.handle}];
   if (!found.view || found.view.bytes() < bytes) {

@@ -1,10 +1,11 @@
 // Scratch memory of kernels: one buffer per (purpose, device, stream), grown when needed.
 //
-// Work on one stream is ordered, so the next op may overwrite what the last one left there. Python
-// allocates, so that torch's allocator sees the memory; the table here keeps it and finds it again
-// without Python. It is zero before any kernel reads it, also where a capture is its first use:
-// several graphs and calls may share it, in any order. A buffer that was outgrown is kept: a
-// captured graph may still write into it.
+// The work of one stream is ordered, so the next op may overwrite the scratch memory of the last
+// one. Python allocates the memory, so that torch's allocator knows it, and a table in C++ keeps
+// it, so that later calls need no Python. A buffer is zero before any kernel reads it, even if it
+// is allocated during a capture, so several graphs and calls may share it in any order. When a
+// buffer is replaced by a larger one, the old one is kept, because a captured graph may still write
+// into it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,29 +15,31 @@
 
 namespace te::bindings {
 
-// The product's own scratch, 32 MiB on CUDA; absent on the CPU.
+// The workspace of a GEMM, 32 MiB on CUDA; absent on the CPU.
 TensorView gemm_workspace(Device device, Stream stream);
 
 // Partial column sums of a [rows, cols] value; absent on the CPU, which needs none.
 TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols);
 
-// What blocks leave for each other when they take moments, by the way of a [rows, cols] value or
-// in a pass of their own; absent on the CPU.
+// The workspace in which the blocks of a kernel merge moments; absent on the CPU. `rows` and `cols`
+// are the sizes of the value if an op takes moments beside its work, and 0 for the op `moments`.
 TensorView moments_workspace(Device device, Stream stream, int64_t rows = 0, int64_t cols = 0);
 
-// Where an op leaves the moments of a value like x; may be absent.
+// The sink for the moments of a value with the sizes of x; absent if `row` is.
 MomentsSink moments_sink(const TensorView& row, const TensorView& active, const TensorView& x,
                          Stream stream);
 
-// Buffers that are kept have at most so many bytes; to ask torch for one costs as much as a launch.
+// Attention and recordings keep buffers of at most this many bytes, because to ask torch for memory
+// in each call costs as much as a launch. Larger ones are allocated for one call.
 constexpr int64_t kLargestScratch = 32 * 1024 * 1024;
 
-// What cuDNN's attention asks for, on CUDA.
+// The workspace of cuDNN's attention, on CUDA.
 TensorView attention_workspace(Device device, Stream stream, int64_t bytes);
 
-// What ops of one recorded call leave for each other, until it has launched all of them. Where
-// Python runs meanwhile, another thread may start a call on the same stream: it finds no memory
-// here. Nor does a call on the CPU, or one that needs more than kLargestScratch.
+// The scratch memory of a running recording, through which its ops pass tensors, until it has
+// launched all ops. If Python code runs meanwhile, another thread may run a recording on the same
+// stream: for that one, view() is absent, and it allocates its own memory. view() is also absent on
+// the CPU, and for more than kLargestScratch.
 class RecordingScratch {
  public:
   RecordingScratch(Device device, int64_t bytes);
@@ -51,11 +54,11 @@ class RecordingScratch {
   bool* leased_ = nullptr;
 };
 
-// A tensor of that many bytes, for one call that needs more.
+// A new tensor of this many bytes, for a call that needs more than kLargestScratch.
 pybind11::object large_scratch(Device device, int64_t bytes);
 
-// int32 [2], all zero: kernels that find an amax leave it zero again. Tensors of one launch have
-// different numbers.
+// The scratch memory of an amax: int32 [2], zero before and after each kernel. If one launch takes
+// several tensors, each has its own `number`.
 TensorView amax_scratch(Device device, Stream stream, size_t number = 0);
 
 void bind_workspace(pybind11::module_& m);

@@ -1,6 +1,6 @@
 // wait_for_rank: waits on the CPU for another rank of the same host. It polls: first without a
 // pause, then it yields between polls, then it sleeps 50 us between them. While it sleeps, it
-// checks every 0.1 s whether the other process has ended.
+// checks every 0.1 s whether the other process has ended or the timeout is over.
 #pragma once
 
 #include <functional>
