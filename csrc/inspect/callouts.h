@@ -1,5 +1,6 @@
-// Interfaces by which the engine calls features and prints messages. The bindings implement them,
-// tests use fakes. They may be called on any thread, never while the engine holds its mutex.
+// Interfaces through which the engine calls features and prints messages. The bindings implement
+// them, and tests use fakes. They may be called on any thread, but the engine never calls them
+// while it holds a mutex.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace te::inspect {
 
 using FeatureId = int;
 
-// What a call is about: the namespace and its method, the layer, and the tensor and gemm if it has
+// The target of a call: a method of a namespace, the layer, and the tensor and gemm if the call has
 // them.
 struct Target {
   std::string ns, api, layer;
@@ -31,13 +32,14 @@ std::string describe(const Target& target);
 // What a routing call (`*_enabled`) returned.
 struct Answer {
   bool yes = false;
-  std::optional<int64_t> next;  // the iteration at which it may change; none: never
+  std::optional<int64_t> next;  // the iteration at which the answer may change; none: never
 
   bool operator==(const Answer&) const = default;
 };
 
 struct RoutedUse;
 
+// Calls of features.
 class FeatureCall {
  public:
   virtual ~FeatureCall() = default;
@@ -54,12 +56,13 @@ class FeatureCall {
   virtual Answer ask(const RoutedUse& use, const Target& target, int64_t iteration) = 0;
 };
 
+// The output of messages.
 class Sink {
  public:
   virtual ~Sink() = default;
 
-  virtual void warn(const std::string& text) = 0;   // for the user's program
-  virtual void print(const std::string& line) = 0;  // for the terminal
+  virtual void warn(const std::string& text) = 0;   // issues a warning in the user's program
+  virtual void print(const std::string& line) = 0;  // writes a line to the terminal
 };
 
 }  // namespace te::inspect

@@ -1,4 +1,5 @@
-// The typed configuration: sections that select layers, and their features.
+// The configuration after it was read and checked: sections that select layers, and the features of
+// each section.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,7 @@
 
 namespace te::inspect {
 
-// The declared configuration of a feature class. For a class without a declaration (`free_form`),
-// selectors, gemms, tensors and schedules are checked, and other keys are passed as written.
+// A key in the declared configuration of a feature class.
 struct KeyRule {
   std::string name;
   std::string kind;                       // "bool", "int", "number", "string", "choice", "any"
@@ -26,6 +26,8 @@ struct KeyRule {
   std::optional<int64_t> at_most = {};
 };
 
+// The declared configuration of a feature class. For a class without a declaration (`free_form`),
+// only selectors, gemms, tensors and schedules are checked, and other keys are passed as written.
 struct FeatureRule {
   std::string ns, name;
   std::vector<std::string> aliases = {};
@@ -33,8 +35,8 @@ struct FeatureRule {
   std::vector<KeyRule> keys = {};
   // Allowed `stats`: regular expressions that match whole names. Empty: no key `stats`.
   std::vector<std::string> statistics = {};
-  bool any_case = false;  // names of statistics in upper case are allowed, too
-  // By name, the keys of statistics that may be written as a mapping, `{name: {key: value}}`.
+  bool any_case = false;  // names of statistics are compared without case
+  // The keys of those statistics that may be written as a mapping, `{name: {key: value}}`, by name.
   std::map<std::string, std::vector<KeyRule>> statistic_keys = {};
   std::vector<std::string> tensors = {};  // allowed tensor names; empty: takes no tensors
   bool takes_gemms = false;               // gemms or gemms_struct is required
@@ -81,13 +83,13 @@ struct Config {
 
 struct Loaded {
   Config config = {};
-  std::vector<Problem> problems =
-      {};  // in file order; with an error among them, config must not be used
+  std::vector<Problem> problems = {};  // in file order; if one is an error, config must not be used
   bool has_errors() const;
 };
 
-// Reads YAML text; its errors are among the problems. `origin` is the file name in messages,
-// `rules` are those of all known features, and `regex` checks patterns and names of statistics.
+// Reads a configuration from YAML text or from a tree. Errors in the text are among the problems.
+// `origin` is the file name in messages, `rules` are those of all known features, and `regex`
+// checks patterns and names of statistics.
 Loaded load_config(std::string_view text, std::string origin, const std::vector<FeatureRule>& rules,
                    const RegexSearch& regex);
 Loaded load_config(const Node& root, std::string origin, const std::vector<FeatureRule>& rules,
@@ -99,9 +101,9 @@ const FeatureRule* find_rule(const std::vector<FeatureRule>& rules, std::string_
 
 // The configuration of a feature for one tensor and gemm: the outer keys, overridden by those of
 // the matching gemms_struct and tensors_struct items. The lists are replaced by the keys `gemm` and
-// `tensor`, and a single value of `stats` by a list. A call without a gemm or tensor ignores the
-// list of it. Returns nothing if the configuration does not cover them, or if the tensor is no
-// operand or result of the gemm.
+// `tensor`, and a single value of `stats` by a list. Without a gemm (or tensor), the lists of gemms
+// (or tensors) are ignored. Returns nothing if the configuration does not cover the tensor and
+// gemm, or if the tensor is neither an operand nor the result of the gemm.
 std::optional<Node> config_for(const FeatureUse& use, const FeatureRule& rule,
                                std::optional<std::string_view> gemm,
                                std::optional<std::string_view> tensor);

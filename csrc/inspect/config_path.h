@@ -1,4 +1,5 @@
-// The place in a configuration that is being checked, and the problems found there.
+// ConfigPath: the place in a configuration that is being checked ("section.namespace.feature.key"),
+// and the list to which the problems found there are added.
 #pragma once
 
 #include <string>
@@ -11,12 +12,13 @@ namespace te::inspect {
 
 class ConfigPath {
  public:
+  // `mistakes` is the severity that mistake() reports.
   ConfigPath(std::vector<Problem>& problems, Severity mistakes)
       : problems_(&problems), mistakes_(mistakes) {}
 
   ConfigPath at(std::string_view key) const;
   ConfigPath at(size_t index) const;
-  ConfigPath as_warnings() const;  // the same path; its problems are warnings
+  ConfigPath as_warnings() const;  // the same path, with mistakes as warnings
 
   const std::string& path() const { return path_; }
   void mistake(Mark mark, std::string message) const;
@@ -28,14 +30,14 @@ class ConfigPath {
   std::string path_ = {};
 };
 
-// The items of a list. A single value is a list of one, and null an empty list. Points into `node`.
+// Pointers to the items of a list. A single value is a list of one item, and null an empty list.
 std::vector<const Node*> as_list(const Node& node);
 
 // The strings of as_list(node); reports other items as problems.
 std::vector<std::string> strings(const Node& node, const ConfigPath& path);
 
-// Reports that a value is no mapping. A null value is reported at its key, `at`: the keys that
-// should be in it may stand beside it because they are not indented.
+// Reports that a value is not a mapping. A null value is reported at its key, `at`, with a hint
+// about indentation: the keys that belong into it probably follow without being indented.
 void expect_keys(const Node& body, Mark at, const ConfigPath& path);
 
 // The text of a scalar key of any type.

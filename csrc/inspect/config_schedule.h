@@ -1,4 +1,4 @@
-// The schedule keys of a feature: freq, start_step, end_step, start_end_list.
+// Checks the schedule keys of a feature: freq, start_step, end_step, start_end_list.
 #pragma once
 
 #include <string_view>

@@ -11,10 +11,10 @@ namespace te::inspect {
 constexpr int kMaxDepth = 32;        // of nested collections
 constexpr size_t kMaxNodes = 10000;  // scalars and collections, after aliases are expanded
 
-// One document of YAML 1.1 as PyYAML's safe_load reads it, with anchors, aliases and `<<` merges
-// expanded. Stricter than PyYAML: explicit tags, duplicate keys, keys that are no scalars, tabs
-// outside of quotes and comments, recursive aliases, a second document, and files beyond the limits
-// are errors. An empty file is null. Throws TextError.
+// Reads one document of YAML 1.1 as PyYAML's safe_load does, with anchors, aliases and `<<` merges
+// expanded. It is stricter than PyYAML: explicit tags, duplicate keys, keys that are not scalars,
+// tabs outside of quotes and comments, recursive aliases, a second document, and files beyond the
+// limits are errors. An empty file is null. Throws TextError.
 Node parse_yaml(std::string_view text);
 
 }  // namespace te::inspect

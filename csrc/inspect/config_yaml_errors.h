@@ -8,7 +8,8 @@
 
 namespace te::inspect {
 
-// `message` is yaml-cpp's, which is returned if nothing better is known.
+// Explains what is wrong with the text at an offset. `message` is that of yaml-cpp, and is returned
+// if nothing better is known.
 std::string explain_yaml_error(const SourceText& source, size_t offset, std::string_view message);
 
 }  // namespace te::inspect

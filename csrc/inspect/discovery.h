@@ -18,8 +18,8 @@ struct BrokenFile {
 // symbolic links to folders. Throws Error (Value) for a path that is no directory.
 std::vector<std::filesystem::path> feature_files(const std::filesystem::path& directory);
 
-// Loads the files of all directories in order, each file once. Returns the files that cannot be
-// loaded; the others are loaded all the same.
+// Loads the files of all directories in order, each file once. Returns those that could not be
+// loaded, which does not prevent the others from being loaded.
 std::vector<BrokenFile> discover(const std::vector<std::string>& directories,
                                  FeatureCall& features);
 

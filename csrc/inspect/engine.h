@@ -1,4 +1,5 @@
-// The feature classes of the process, which live longer than its sessions.
+// Engine: the registered feature classes of the process, which outlive sessions, and the beginning
+// of sessions.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,8 @@ namespace te::inspect {
 
 class Engine {
  public:
-  // Returns the id of the new feature, or nothing if its namespace has the name already.
+  // Returns the id of the new feature, or nothing if its namespace already has a feature of the
+  // name.
   std::optional<FeatureId> add(Feature feature);
   void remove(FeatureId id);
   Registry registry() const;  // a copy

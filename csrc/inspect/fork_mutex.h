@@ -1,12 +1,13 @@
-// A mutex for state that forked children use, too.
+// A mutex for state that forked child processes use, too.
 #pragma once
 
 #include <mutex>
 
 namespace te::inspect {
 
-// A fork waits until no thread holds one of these, so that children never find one locked by a
-// thread that they do not have. Whoever holds one must not lock another, take the GIL or fork.
+// fork() locks all mutexes of this class before it copies the process, and unlocks them in parent
+// and child. Otherwise a child could have a mutex that is locked for ever, by a thread that does
+// not exist in the child. A thread that holds one must not lock another, take the GIL, or fork.
 class ForkMutex {
  public:
   ForkMutex();

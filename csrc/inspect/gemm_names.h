@@ -1,6 +1,7 @@
-// The GEMMs of a layer, their operands and results.
-//   fprop: output = activation . weight^T    dgrad: dgrad = gradient . weight    wgrad: wgrad =
-//   gradient^T . activation
+// The names of the GEMMs of a layer, and of their operands and results.
+//   fprop: output = activation . weight^T
+//   dgrad: dgrad = gradient . weight
+//   wgrad: wgrad = gradient^T . activation
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// A file to which lines are appended: one write per flush. Lines that cannot be written stay in
-// memory, so that a disk that is full for a while loses nothing.
+// A file to which lines are appended, with one write per flush. Lines that cannot be written stay
+// in memory (up to a bound), so that nothing is lost if a disk is full for a while.
 #pragma once
 
 #include <cstddef>
@@ -19,15 +19,16 @@ class LogFile {
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
 
-  // To be called first. With `append`, keeps the content, and ends a last line without a newline.
+  // To be called first. With `append`, keeps the content of the file, and ends a last line that has
+  // no newline; else empties the file.
   void begin(bool append);
 
-  // Buffers a line, which must end in a newline. Beyond the bound the buffer is written; the oldest
-  // lines of what cannot be written are dropped.
+  // Buffers a line, which must end in a newline. A buffer larger than kBound is written. If that
+  // fails, its oldest lines are dropped.
   void add(std::string_view line);
 
-  // Writes the buffer. Returns false if a part could not be written: it stays buffered, and error()
-  // has the reason.
+  // Writes the buffer. Returns false if a part of it could not be written. That part stays in the
+  // buffer, and error() has the reason.
   bool flush();
 
   // Synchronises the file with the disk, so that a power failure loses nothing.
@@ -38,7 +39,7 @@ class LogFile {
 
   std::string path() const { return to_utf8(path_); }  // for messages
   const std::string& error() const { return error_; }
-  // True once after the file was removed; a new one has been created.
+  // Returns true once after the file was removed and a new one was created.
   bool was_removed();
   size_t dropped() const { return dropped_; }             // lines
   size_t unwritten() const { return unwritten_.size(); }  // bytes
@@ -53,7 +54,7 @@ class LogFile {
   void drop_oldest();
 
   const std::string path_;
-  int file_ = -1;             // also in forked children, which do not write files of their parent
+  int file_ = -1;             // -1 in forked children, which do not write files of their parent
   bool inside_line_ = false;  // a part of the first buffered line has been written
   std::string unwritten_;
   std::string error_;

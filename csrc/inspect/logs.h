@@ -20,24 +20,24 @@ using Clock = std::function<std::chrono::system_clock::time_point()>;
 
 struct LogOptions {
   std::string directory;   // empty: no files
-  bool statistics = true;  // else there is the file of messages alone
+  bool statistics = true;  // false: only the file of messages
   int rank = 0;
   std::string stamp;         // in the names of the text files: 20250131_051157
-  bool append_text = false;  // else text files of earlier sessions are truncated
+  bool append_text = false;  // false: text files of earlier sessions are truncated
   bool append_rows = true;
   bool timestamps = true;    // at the beginning of every line
-  int level = level::kInfo;  // messages below are not written
+  int level = level::kInfo;  // messages of a lower level are not written
 };
 
 struct StatisticRow {
   int64_t iteration = 0;
   std::string layer, tensor, statistic, name;
-  std::optional<double> value;  // nothing for an empty tensor
+  std::optional<double> value;  // absent for an empty tensor
 };
 
 // "1.2346"; "nan", "inf", "-inf"
 std::string text_of_value(double value);
-// Escapes control characters, as JSON does: names with a line feed do not split lines.
+// Escapes control characters, as JSON does, so that a name with a line feed does not split a line.
 std::string one_line(const std::string& text);
 // One line of statistics_rank-R.jsonl, with its newline.
 std::string json_of_row(const StatisticRow& row, int rank);
@@ -54,12 +54,12 @@ class Logs {
   std::optional<std::string> message(int level, const std::string& text);
   void add(const StatisticRow& row);  // written by flush()
 
-  // Writes the files. Returns warnings: about the first failure of a session (not about later
-  // ones), and about files that were removed.
+  // Writes the files. Returns warnings about the first failure of the session (but not about later
+  // failures), and about files that were removed.
   std::optional<std::string> flush();
 
-  // Ends the session: writes and synchronises the files, and unlocks them. Returns messages about
-  // what is lost.
+  // Ends the session: writes and synchronises the files, and unlocks them. Returns a message if
+  // lines are lost.
   std::optional<std::string> finish();
 
   const LogOptions& options() const { return options_; }
@@ -72,7 +72,7 @@ class Logs {
 
   const LogOptions options_;
   const Clock clock_;
-  ForkMutex mutex_;  // of the files
+  ForkMutex mutex_;  // protects the members below
   std::unique_ptr<LogFile> messages_, statistics_, rows_;
   bool complained_ = false;
 };

@@ -17,10 +17,11 @@ inline constexpr int kWarning = 30;
 // "INFO"; "Level 25" for a number without a name.
 std::string name_of_level(int level);
 
+// The keys of messages that are written once.
 class OneShot {
  public:
-  // True for the first call with this key. Keys beyond the bound are not stored, so their messages
-  // are repeated.
+  // True for the first call with this key. Once there are kBound keys, further ones are not stored,
+  // and messages with these are repeated.
   bool first(const std::string& key);
 
  private:

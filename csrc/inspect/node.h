@@ -1,4 +1,5 @@
-// The tree of a configuration, read from a YAML file or a Python dict, with places for messages.
+// Node: a value in the tree of a configuration, which is read from a YAML file or a Python dict. A
+// node of a file has its line and column, for messages.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace te::inspect {
 
-// 1-based, columns in characters; line 0: the tree was not read from a file.
+// A place in a file. Lines and columns (in characters) count from 1; line 0: there is no file.
 struct Mark {
   int line = 0;
   int column = 0;
@@ -43,7 +44,7 @@ class Node {
   Sequence& as_sequence() { return std::get<Sequence>(value); }
   Mapping& as_mapping() { return std::get<Mapping>(value); }
 
-  // The value of a string key; null if there is none or the node is no mapping.
+  // The value of a string key; nullptr if there is none, or if the node is not a mapping.
   const Node* find(std::string_view key) const;
   // Replaces the value under a string key of a mapping, or appends the pair.
   void set(std::string_view key, Node node);
@@ -57,14 +58,14 @@ class Node {
   }
 };
 
-// The shortest text that reads back as the same number, which is finite: 2.0, 0.1, 1e+22.
+// The shortest text that reads back as the same finite number: 2.0, 0.1, 1e+22.
 std::string shortest(double value);
 
 // The node on one line, shortened to about forty characters, for messages.
 std::string brief(const Node& node);
 
-// FNV-1a hash of types and values without places: equal trees have equal hashes on every rank and
-// platform.
+// FNV-1a hash of types and values, but not of places in the file. Equal trees have equal hashes on
+// every rank and platform.
 uint64_t content_hash(const Node& node);
 
 }  // namespace te::inspect

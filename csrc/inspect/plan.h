@@ -1,4 +1,5 @@
-// What a configuration would do in training, for the command `check`.
+// The plan of a configuration: on which layers, GEMMs and tensors each feature would act. The
+// command `check` prints it.
 #pragma once
 
 #include <string>
@@ -10,7 +11,7 @@ namespace te::inspect {
 
 // One feature of one enabled section.
 struct Plan {
-  // Empty names: the feature does not distinguish gemms, or tensors.
+  // A name is empty if the feature does not distinguish gemms (or tensors).
   struct Target {
     std::string gemm, tensor;
     Schedule schedule;
@@ -21,7 +22,7 @@ struct Plan {
   std::vector<Target> targets;
 };
 
-// In file order.
+// Returns the plans of all features, in file order.
 std::vector<Plan> plans(const Config& config, const std::vector<FeatureRule>& rules,
                         const std::vector<std::string>& layers, const RegexSearch& regex);
 

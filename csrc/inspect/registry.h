@@ -12,7 +12,7 @@
 
 namespace te::inspect {
 
-// Who parses the configuration of a feature for one tensor and gemm.
+// How the configuration of a feature for one tensor and gemm is parsed.
 enum class Parsing {
   Engine,   // config_for()
   Feature,  // the feature's own parse_config_and_api, through FeatureCall
@@ -29,7 +29,7 @@ struct Feature {
 
 class Registry {
  public:
-  // Returns false and changes nothing if the namespace has the name already.
+  // Returns false and changes nothing if the namespace already has a feature of the name.
   bool add(Feature feature);
   void remove(FeatureId id);
 

@@ -1,6 +1,6 @@
-// Finds the features that act on a target: sections that select its layer, their features, and the
-// configuration of each for its tensor and gemm. Nothing of it changes in a session, so it is
-// cached.
+// Router: finds the features that act on a target. It looks for sections that select the layer of
+// the target, takes their features, and computes the configuration of each for the tensor and gemm.
+// The result does not change during a session, so it is cached.
 #pragma once
 
 #include <map>
@@ -21,10 +21,11 @@ struct RoutedUse {
   const Feature* feature = nullptr;
   std::string section;
   Node config;                       // passed to the feature
-  std::optional<Schedule> schedule;  // if its rule has one
+  std::optional<Schedule> schedule;  // present if the rule of the feature has a schedule
 };
 
-// In file order. It is shared and never changed: pointers into it stay valid during the session.
+// The features that act on a target, in file order. A route is shared and never changed, so
+// pointers into it stay valid during the session.
 using Route = std::shared_ptr<const std::vector<RoutedUse>>;
 
 class Router {
@@ -33,16 +34,16 @@ class Router {
   Router(const Config& config, const Registry& registry, RegexSearch regex, FeatureCall& features);
 
   // The features of the target's namespace that have its method and are configured for its layer,
-  // tensor and gemm. Throws Error (Value) if two sections apply the same feature to them, or two
-  // features that conflict.
+  // tensor and gemm. Throws Error (Value) if two sections apply the same feature, or two features
+  // that conflict, to the same tensor and gemm.
   Route route(const Target& target);
 
-  // The enabled sections that select the layer, by their index.
+  // The indices of the enabled sections that select the layer.
   std::vector<int> sections_of(const std::string& layer);
 
   // Layers of all targets so far, in the order of their first appearance.
   std::vector<std::string> layers() const;
-  // Enabled sections that select none of these layers.
+  // The enabled sections that select none of these layers.
   std::vector<const Section*> unmatched() const;
 
  private:

@@ -15,11 +15,12 @@ namespace te::inspect {
 // std::invalid_argument for a bad pattern.
 using RegexSearch = std::function<bool(const std::string& pattern, const std::string& text)>;
 
-// The names by which selectors know a layer: its own first, then those with the documented aliases:
-// self_attention -> self_attn; layernorm_qkv -> layernorm_linear_qkv; qkv ->
-// linear_qkv; layernorm_query -> layernorm_linear_q; query -> linear_q; key_value -> linear_kv
-// (whole path components, every combination of the first eight that have one). With a `pattern`,
-// those aliases alone that it spells.
+// The names that selectors compare with: every combination of the components of the layer's name
+// and of their documented aliases, for up to eight components that have an alias. The aliases are
+//   self_attention  -> self_attn               qkv        -> linear_qkv
+//   layernorm_qkv   -> layernorm_linear_qkv    query      -> linear_q
+//   layernorm_query -> layernorm_linear_q      key_value  -> linear_kv
+// With a `pattern`, only those aliases count that are spelled in it.
 std::vector<std::string> names_of_layer(std::string_view layer,
                                         std::optional<std::string_view> pattern = {});
 
@@ -29,16 +30,19 @@ struct Selector {
   std::vector<std::string> exact_layer_names = {};
   std::optional<std::string> layer_name_regex_pattern = {};
   std::optional<std::vector<std::string>> layer_types =
-      {};  // parts of names; "all", or none: everything
+      {};  // parts of names; "all", or an empty list, selects every layer
   std::optional<std::vector<std::pair<int, int>>> layer_numbers =
-      {};  // closed ranges; all: {0, kEveryNumber}
+      {};  // closed ranges; "all" is {0, kEveryNumber}
 
-  // If the selector has exact names, they alone decide; else the regular expression; else types and
-  // numbers, which must both match if both are given. A selector without any of them matches
-  // nothing. A regular expression that excludes something knows the aliases that it spells alone:
-  // it would find the layers that it excludes by their aliases. The number of a layer is the only
-  // run of digits in its name that does not follow "fc" or "gemm_"; a layer without one, or with
-  // several, has no number.
+  // If the selector has exact names, only these count; else, if it has a regular expression, only
+  // that; else types and numbers, which must both match if both are given. A selector without any
+  // of them matches nothing.
+  //
+  // A regular expression with a negative lookaround, which excludes layers, is compared only with
+  // those aliases that it spells. Otherwise it would match excluded layers by their aliases.
+  //
+  // The number of a layer is the only run of digits in its name that does not follow "fc" or
+  // "gemm_". A layer with no or several such runs has no number.
   bool matches(std::string_view layer, const RegexSearch& regex) const;
 };
 

@@ -1,4 +1,5 @@
-// A session, from initialize() to end_debug().
+// Session: the state of the debugger from initialize() to end_debug(), with its configuration,
+// routes, answers of features, and logs.
 #pragma once
 
 #include <atomic>
@@ -18,14 +19,14 @@
 
 namespace te::inspect {
 
-// The interfaces that a session calls.
+// The implementations of the interfaces that a session calls.
 struct Callouts {
   RegexSearch regex;
   std::shared_ptr<FeatureCall> features;
   std::shared_ptr<Sink> sink;
 };
 
-// All members may be called on any thread. None calls an interface while it holds a mutex.
+// All members may be called on any thread. They do not call interfaces while they hold a mutex.
 class Session {
  public:
   Session(uint64_t epoch, Config config, Registry registry, Callouts callouts, LogOptions log,
@@ -45,11 +46,13 @@ class Session {
 
   // The answer to a routing call.
   std::shared_ptr<const Decision> decide(const Target& target, int64_t iteration);
-  // The features to call: those whose routing call `<api>_enabled` said yes, or all of them if no
-  // feature of the namespace has that call. Throws Error (Runtime) if several modify one tensor.
+  // The features to call for a target: those whose routing call `<api>_enabled` said yes, or all of
+  // the route if no feature of the namespace has that call. Throws Error (Runtime) if several
+  // features modify one tensor.
   std::vector<const RoutedUse*> active(const Target& target, int64_t iteration);
 
-  // Writes a line to the debug log, prefixed by the layer; with a key once per session and key.
+  // Writes a line to the debug log, after the name of the layer. With a key, `once`, the message is
+  // written once in the session.
   void log_message(int level, const std::string& text, const std::string& layer = "",
                    const std::optional<std::string>& once = std::nullopt);
   void log_statistic(const StatisticRow& row) { logs_.add(row); }
@@ -59,7 +62,7 @@ class Session {
   // reports sections that select no layer.
   void settle();
   void flush();
-  // Ends the session: writes and unlocks the files, and reports what is lost.
+  // Ends the session: writes and unlocks the files, and warns if lines are lost.
   void finish();
 
  private:

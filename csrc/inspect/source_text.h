@@ -17,17 +17,17 @@ class TextError : public std::runtime_error {
   Mark mark;
 };
 
-// Replaces every byte that is not part of a UTF-8 sequence by the character of that number.
-// yaml-cpp returns such bytes for the escapes \N and \_, which mean U+0085 and U+00A0, and in
-// messages that quote half a character.
+// Replaces every byte that is not part of a UTF-8 sequence by the character with that code.
+// yaml-cpp returns such bytes for the escapes \N and \_ (U+0085 and U+00A0), and in messages that
+// quote half of a character.
 std::string to_utf8(std::string text);
 
 class SourceText {
  public:
   static constexpr size_t kMaxBytes = size_t{1} << 20;
 
-  // Keeps the view. Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8,
-  // control characters, and ends of lines that YAML 1.1 and yaml-cpp read differently.
+  // The text must outlive this object. Throws TextError for more than kMaxBytes, a byte order mark,
+  // invalid UTF-8, control characters, and line ends that YAML 1.1 and yaml-cpp read differently.
   explicit SourceText(std::string_view text);
 
   std::string_view text() const { return text_; }

@@ -1,4 +1,4 @@
-// "did you mean ...?"
+// Suggestions for misspelt words: "did you mean ...?"
 #pragma once
 
 #include <optional>
@@ -8,19 +8,20 @@
 
 namespace te::inspect {
 
-// Equal but for the case of ASCII letters.
+// Whether two texts are equal if the case of ASCII letters is ignored.
 bool equal_without_case(std::string_view a, std::string_view b);
 
 // The number of insertions, deletions, replacements and swaps of neighbours that turn one word into
 // the other, ignoring case.
 int edit_distance(std::string_view a, std::string_view b);
 
-// The candidate nearest to a word, if at most a third of the word's letters differ.
+// The candidate with the smallest edit distance to a word, if that is at most about a third of the
+// word's length.
 std::optional<std::string> nearest(std::string_view word,
                                    const std::vector<std::string>& candidates);
 
-// "expected one of a, b, c, got 'd'; did you mean 'a'?" Lists the first of many candidates. Those
-// of `unlisted` are only suggested.
+// Returns "expected one of a, b, c, got 'd'; did you mean 'a'?" Of many candidates, only the first
+// are listed. `unlisted` candidates may be suggested, but are not listed.
 std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word,
                             const std::vector<std::string>& unlisted = {});
 

@@ -1,5 +1,5 @@
-// The type and value of a plain YAML 1.1 scalar, as in PyYAML's safe_load, for which users' files
-// are written.
+// The type and value of a plain (unquoted) YAML 1.1 scalar. The rules are those of PyYAML's
+// safe_load, because users write their files for it.
 #pragma once
 
 #include <string_view>
@@ -8,9 +8,9 @@
 
 namespace te::inspect {
 
-// `yes`, `on`: true; `010`: 8; `1_000`: 1000; `1:30`: 90; `1e3`: a string (a float needs a dot and
-// a signed exponent);
-// `~` and nothing: null. Dates stay strings. Throws te::Error for an integer beyond 64 bits.
+// Examples: `yes` and `on` are true, `010` is 8, `1_000` is 1000, `1:30` is 90, `1e3` is a string
+// (a float needs a dot, and a sign in an exponent), `~` and an empty text are null. Dates stay
+// strings. Throws te::Error for an integer of more than 64 bits.
 decltype(Node::value) resolve_plain(std::string_view text);
 
 }  // namespace te::inspect
