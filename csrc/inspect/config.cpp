@@ -27,7 +27,8 @@ class Loader {
       top.mistake(root.mark, "expected sections, each under its name, got " + brief(root));
       return;
     }
-    bool empty_above = false;  // then what stands beside it was meant to stand in it
+    bool empty_above =
+        false;  // the section above is empty: keys that follow were meant to be in it
     for (const auto& [key, body] : root.as_mapping()) {
       const std::string name = key_text(key);
       const bool of_a_section = name == "enabled" || name == "layers" || is_namespace(name);
@@ -58,7 +59,7 @@ class Loader {
     if (!stored.enabled) stored.uses.clear();
   }
 
-  // Empty after a mistake.
+  // The value of the key `enabled`; nothing if it is missing or wrong, which is reported.
   std::optional<bool> read_enabled(const Node& body, Mark mark, const ConfigPath& path) const {
     if (!body.is_mapping()) {
       expect_keys(body, mark, path);
@@ -133,7 +134,8 @@ class Loader {
     rules_of_uses_.push_back(&rule);
   }
 
-  // Names with an underscore in front are for tests. Older names are suggested, but not listed.
+  // Features whose names begin with an underscore are for tests and not listed. Aliases are older
+  // names: they are suggested, but not listed.
   std::string unknown_feature(std::string_view ns, std::string_view name) const {
     std::vector<std::string> names, older;
     for (const FeatureRule& rule : rules_) {
@@ -144,7 +146,7 @@ class Loader {
     return "unknown feature: " + expected_one_of(names, name, older);
   }
 
-  // The first namespace but base that has a feature of this name; empty if none has.
+  // The first namespace other than base with a feature of this name; empty if there is none.
   std::string namespace_of(std::string_view name) const {
     std::string found;
     for (const FeatureRule& rule : rules_) {
@@ -162,7 +164,7 @@ class Loader {
                            ns, ": {", name, ": ...}' for GEMMs, or 'base: {", name, ": ...}'"));
   }
 
-  // A key of a section that is neither a namespace nor a feature of the base namespace.
+  // The message about a key of a section that is neither a namespace nor a feature of base.
   std::string unknown_key(const std::string& name) const {
     std::vector<std::string> known = {"enabled", "layers"};
     std::set<std::string> namespaces;
@@ -228,7 +230,7 @@ Loaded load_config(const Node& root, std::string origin, const std::vector<Featu
 Loaded load_config(std::string_view text, std::string origin, const std::vector<FeatureRule>& rules,
                    const RegexSearch& regex) {
   try {
-    const Node root = parse_yaml(text);  // it may throw, and the origin is named then
+    const Node root = parse_yaml(text);  // if it throws, `origin` has not been moved from
     return load_config(root, std::move(origin), rules, regex);
   } catch (const TextError& error) {
     Loaded loaded;

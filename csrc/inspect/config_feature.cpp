@@ -88,8 +88,9 @@ class BodyCheck {
 
   const Strings& tensors() const { return rule_.tensors.empty() ? kTensorNames : rule_.tensors; }
 
-  // Free-form features may be called by hand with names of their own: those of layers are not
-  // demanded. Outside of the layers' namespace they are only suggested.
+  // A free-form feature may be called by a program with other names than those that layers use, so
+  // an unknown name is only a warning. Outside of the namespace of layers, it is one only if the
+  // name looks like a misspelt one.
   void check_name(const Node& node, const Strings& legal, const ConfigPath& path) const {
     if (!node.is_string()) {
       path.mistake(node.mark, "expected a name, got " + brief(node));
@@ -101,7 +102,7 @@ class BodyCheck {
     }
   }
 
-  // An empty list is legal, but probably not meant.
+  // Checks a list of names. An empty list is legal, but probably a mistake.
   void check_names(const Node& node, const Strings& legal, const ConfigPath& path) const {
     const std::vector<const Node*> items = as_list(node);
     if (items.empty()) {
@@ -168,7 +169,7 @@ class BodyCheck {
     }
   }
 
-  // A statistic with keys of its own may be written as a mapping of its name.
+  // Checks one statistic: a name, or a mapping from the name to keys, `{name: {key: value}}`.
   void check_statistic(const Node& item, const ConfigPath& path) const {
     const bool mapping = item.is_mapping() && item.as_mapping().size() == 1;
     const Node& name = mapping ? item.as_mapping()[0].first : item;
@@ -252,7 +253,8 @@ std::vector<std::pair<Name, Name>> pairs_of(const Node& body) {
 
 namespace {
 
-// What only shows once outer and inner keys are put together.
+// Checks of the configuration for each tensor and gemm, which is known only after outer and inner
+// keys have been merged.
 class WholeCheck {
  public:
   WholeCheck(const FeatureUse& use, const FeatureRule& rule, const ConfigPath& path)
@@ -262,7 +264,7 @@ class WholeCheck {
     if (rule_.takes_gemms && !has_any(use_.body, {"gemms", "gemms_struct"})) {
       path_.mistake(use_.mark, "expected the key gemms or gemms_struct, got neither");
     }
-    FeatureRule raw = rule_;  // sees pairs that are no operands, too
+    FeatureRule raw = rule_;  // with this, config_for() also returns pairs that are no operands
     raw.takes_gemms = false;
     for (const auto& [gemm, tensor] : pairs_of(use_.body)) {
       const std::optional<Node> config = config_for(use_, raw, gemm, tensor);
@@ -281,7 +283,9 @@ class WholeCheck {
   }
 
  private:
-  // Lists name all pairs of a GEMM and a tensor: only what is in no pair that exists is a mistake.
+  // Warns about tensors that their GEMMs neither take nor give. The lists `gemms` and `tensors`
+  // mean all pairs, so a pair from them is a mistake only if its gemm or tensor is in no valid
+  // pair.
   void tell_strangers() const {
     const bool lists = !use_.body.find("gemms_struct");
     std::string text;
@@ -301,7 +305,7 @@ class WholeCheck {
     }
     const Node *start = config.find("start_step"), *end = config.find("end_step");
     const bool both = start && end && start->is_int() && end->is_int();
-    const Node* list = config.find("start_end_list");  // in whose presence both are ignored
+    const Node* list = config.find("start_end_list");  // with this key, both are ignored
     const bool listed = list && list->is_sequence() && !list->as_sequence().empty();
     const bool scheduled = (rule_.scheduled || rule_.free_form) && !listed;
     if (scheduled && both && end->as_int() >= 0 && end->as_int() < start->as_int()) {
@@ -322,8 +326,8 @@ class WholeCheck {
   const FeatureUse& use_;
   const FeatureRule& rule_;
   const ConfigPath& path_;
-  std::vector<std::pair<std::string_view, std::string_view>> strangers_;  // no operands of a GEMM
-  std::set<std::string_view> used_;  // GEMMs and tensors with a pair that exists
+  std::vector<std::pair<std::string_view, std::string_view>> strangers_;  // invalid (gemm, tensor)
+  std::set<std::string_view> used_;  // gemms and tensors that are in a valid pair
   std::set<std::string> said_;
 };
 

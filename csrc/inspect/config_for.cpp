@@ -1,4 +1,5 @@
-// What a feature's configuration says for one tensor and gemm.
+// The configuration of a feature for one tensor and gemm. A body has up to three levels (feature,
+// items of gemms_struct, items of tensors_struct), and keys of inner levels override outer ones.
 #include <array>
 
 #include "inspect/config.h"
@@ -13,7 +14,7 @@ using Name = std::optional<std::string_view>;
 constexpr std::array<std::string_view, 4> kLists = {"gemms", "gemms_struct", "tensors",
                                                     "tensors_struct"};
 
-// The keys of one level of a body, without the lists.
+// Copies the keys of one level of a body to `config`, without the lists. They replace earlier keys.
 void overlay(Node& config, const Node& level) {
   for (const auto& [key, node] : level.as_mapping()) {
     const bool is_list =
@@ -29,7 +30,7 @@ bool lists(const Node& level, std::string_view key, std::string_view name) {
          });
 }
 
-// The mapping of `<key>: [{<field>: name, ...}]` that has the name.
+// In `<key>: [{<field>: name, ...}, ...]`, the mapping that has the name; null if there is none.
 const Node* find_item(const Node& level, std::string_view key, std::string_view field,
                       std::string_view name) {
   const Node* node = level.find(key);
@@ -49,7 +50,8 @@ void set_name(Node& config, std::string_view key, std::string_view name) {
   config.set(key, {.mark = config.mark, .value = std::string(name)});
 }
 
-// Adds what `level` says about a tensor; false: it lists tensors, but not this one.
+// Adds the keys of `level` for a tensor to `config`. Returns false if the level lists tensors, but
+// not this one.
 bool add_tensor(Node& config, const Node& level, const Name& tensor) {
   if (!tensor || !has_tensors(level)) return true;
   if (const Node* item = find_item(level, "tensors_struct", "tensor", *tensor)) {
@@ -61,7 +63,8 @@ bool add_tensor(Node& config, const Node& level, const Name& tensor) {
   return true;
 }
 
-// A call without a gemm looks at the outer tensors, then at those of each gemm.
+// The same for a call without a gemm, which searches the outer tensors first, then those of each
+// gemm.
 bool add_tensor_of_any_gemm(Node& config, const Node& body, const Name& tensor) {
   const Node* structs = body.find("gemms_struct");
   const bool outer = has_tensors(body) || !structs;

@@ -68,7 +68,8 @@ void read_numbers(const Node& node, const ConfigPath& path, Selector& selector) 
   }
 }
 
-// A stronger selector decides alone.
+// Warns about selectors that are ignored: exact names hide all others, and a pattern hides types
+// and numbers.
 void warn_of_ignored(const Node& layers, const ConfigPath& path) {
   const bool exact = layers.find(kSelectors[0]), pattern = layers.find(kSelectors[1]);
   for (size_t i = 1; i < kSelectors.size(); ++i) {

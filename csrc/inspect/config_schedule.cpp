@@ -19,7 +19,8 @@ bool is_pair(const Node& node) {
          node.as_sequence()[1].is_int();
 }
 
-// Closed intervals in order that do not overlap; -1 as the last end: no end.
+// Checks start_end_list: closed intervals in ascending order that do not overlap. The last one may
+// have the end -1, which means no end.
 void check_intervals(const Node& list, const ConfigPath& path) {
   if (!list.is_sequence()) {
     path.mistake(list.mark, "expected a list of [start, end] pairs, got " + brief(list));

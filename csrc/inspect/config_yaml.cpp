@@ -24,14 +24,14 @@ namespace {
 
 constexpr std::string_view kMergeKey = "<<";
 
-// A value that is complete, with its size after expansion.
+// A complete value, with its size after aliases are expanded.
 struct Tree {
   Node node = {};
   size_t nodes = 1;
   int depth = 0;  // of collections, this one included
 };
 
-// Equal texts for keys that a Python dict takes for one.
+// A text that is equal for two keys exactly if they are the same key of a Python dict.
 std::string identity(const Node& key) {
   if (key.is_string()) return "s" + key.as_string();
   if (key.is_null()) return "n";
@@ -39,7 +39,7 @@ std::string identity(const Node& key) {
   return key.is_int() ? concat("d", key.as_int()) : concat("d", key.as_double());
 }
 
-// What `<<` brought into a mapping, in the order in which a Python dict would hold it.
+// The pairs that `<<` merges into a mapping, in the order in which a Python dict would have them.
 class Merge {
  public:
   bool empty() const { return items_.empty(); }
@@ -64,7 +64,7 @@ struct Frame {
   Tree tree;
   YAML::anchor_t anchor;
   bool in_brackets = false;
-  std::optional<Node> key = {};  // of a mapping, while its value is awaited
+  std::optional<Node> key = {};  // in a mapping: the key whose value comes next
   bool key_is_merge = false;
   Merge merge = {};
   std::set<std::string> keys = {};  // their identities
@@ -74,13 +74,14 @@ size_t offset_of(const SourceText& source, const YAML::Mark& mark) {
   return std::min(static_cast<size_t>(std::max(mark.pos, 0)), source.text().size());
 }
 
+// Builds the tree from the events of yaml-cpp's parser, and refuses what PyYAML would refuse.
 class TreeBuilder : public YAML::EventHandler {
  public:
   explicit TreeBuilder(const SourceText& source) : source_(source) {}
 
   bool started() const { return started_; }
   Node take_root() { return std::move(root_.node); }
-  // Begin and end of every scalar in quotes or of a block, in which tabs and # mean nothing.
+  // The ranges of all quoted and block scalars, in which tabs and # have no special meaning.
   const std::vector<std::pair<size_t, size_t>>& opaque() const { return opaque_; }
 
   void OnDocumentStart(const YAML::Mark& mark) override {
@@ -142,8 +143,8 @@ class TreeBuilder : public YAML::EventHandler {
                     concat("expected at most ", kMaxNodes, " values, aliases expanded, got more"));
   }
 
-  // Skips an anchor and what follows it; returns where the value itself begins, which must not be a
-  // tag.
+  // Returns the offset at which a value begins, after its anchor and the blanks and comments behind
+  // that. Throws if there is a tag.
   size_t reject_tag(const YAML::Mark& mark) const {
     const std::string_view text = source_.text();
     size_t i = offset_of(source_, mark);
@@ -160,8 +161,8 @@ class TreeBuilder : public YAML::EventHandler {
     return i;
   }
 
-  // Of a scalar in quotes: after the closing quote. Of a block: where the text is indented less
-  // than its first line.
+  // Returns the end of a scalar: for a quoted one, the offset after the closing quote; for a block,
+  // the first line that is indented less than the first line of the block.
   size_t end_of_scalar(size_t begin) const {
     const std::string_view text = source_.text();
     if (begin == text.size()) return begin;
@@ -187,12 +188,13 @@ class TreeBuilder : public YAML::EventHandler {
     if (end != text.npos && text[end] == '\t')
       throw TextError(source_.mark(end), "expected spaces, got a tab");
     const std::string_view header = text.substr(begin, text.find_first_of(" \r\n#", begin) - begin);
-    if (style == '>' && header.find('+') != header.npos)  // yaml-cpp keeps a line feed more
+    if (style == '>' && header.find('+') != header.npos)  // yaml-cpp keeps one line feed too many
       throw TextError(source_.mark(begin), concat("expected > or >-, got ", header));
     return end_of_block(i);
   }
 
-  // Blank lines before the closing quote, of which yaml-cpp keeps one, or none if there is no text.
+  // Refuses blank lines before the closing quote, because yaml-cpp keeps only one of them, or none
+  // if there is no text.
   void reject_blank_end(size_t begin, size_t quote) const {
     const std::string_view inner = source_.text().substr(begin + 1, quote - begin - 1);
     const size_t text = inner.find_last_not_of(" \t\r\n") + 1;  // npos + 1 is 0
@@ -223,7 +225,8 @@ class TreeBuilder : public YAML::EventHandler {
     return text.size();
   }
 
-  // Between brackets PyYAML takes it for the one behind a key.
+  // Refuses an unquoted text in brackets that begins with a colon, which PyYAML takes for the colon
+  // after a key.
   void reject_colon(Mark mark, const std::string& value) const {
     if (value.starts_with(':') && !frames_.empty() && frames_.back().in_brackets)
       throw TextError(mark, "expected quotes around a text that begins with a colon, got none");
@@ -250,7 +253,7 @@ class TreeBuilder : public YAML::EventHandler {
     complete(std::move(frame.tree), frame.anchor, false);
   }
 
-  // Own keys replace the values of merged ones, which keep their places in front.
+  // The mapping's own keys replace the values of equal merged keys. Merged keys stay in front.
   static void apply_merge(Frame& frame) {
     Node::Mapping own = std::move(frame.tree.node.as_mapping());
     for (auto& [key, value] : own) frame.merge.put(std::move(key), std::move(value));
@@ -313,7 +316,7 @@ class TreeBuilder : public YAML::EventHandler {
     } else {
       sources.push_back(std::move(value));
     }
-    // PyYAML puts the last source first, and lets the first one win.
+    // As in PyYAML, the keys of the last source come first, but values of earlier sources win.
     for (size_t i = sources.size(); i-- > 0;) {
       if (!sources[i].is_mapping()) {
         throw TextError(
@@ -334,7 +337,8 @@ class TreeBuilder : public YAML::EventHandler {
   bool started_ = false;
 };
 
-// A tab in the indentation of a line makes yaml-cpp stumble over something else in that line.
+// Throws TextError for an error of yaml-cpp. If the line is indented by a tab, yaml-cpp complains
+// about something else in that line, so this looks for a tab first.
 void explain(const SourceText& source, const YAML::Exception& thrown) {
   const std::string_view text = source.text();
   const size_t offset = offset_of(source, thrown.mark);
@@ -352,11 +356,12 @@ Node parse_yaml(std::string_view text) {
   constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
   if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
   const SourceText source(text);
-  // A last line of spaces makes yaml-cpp end a folded block with one.
+  // With a last line of spaces, yaml-cpp would add a space to the end of a folded block, so that
+  // line is left out.
   const size_t last = text.find_last_of('\n') + 1;  // npos + 1 is 0
   const bool blank = text.find_first_not_of(' ', last) == text.npos;
   std::string read(text.substr(0, blank ? last : text.size()));
-  // It loses the bytes of shorter streams while it looks for an encoding.
+  // yaml-cpp loses bytes of streams shorter than four bytes when it detects the encoding.
   if (read.size() < 4) read += "\n\n\n\n";
   std::istringstream stream(read);
   TreeBuilder builder(source);

@@ -24,7 +24,7 @@ Line line_at(std::string_view text, size_t offset) {
   return {begin, indent, line.substr(indent)};
 }
 
-// The line above with something to read in it.
+// The nearest line above that has text other than a comment.
 std::optional<Line> above(std::string_view text, size_t begin) {
   while (begin > 0) {
     const Line line = line_at(text, begin - 1);
@@ -41,7 +41,8 @@ bool has_colon(std::string_view line) {
   return line.find(": ") != line.npos || (end != line.npos && line[end] == ':');
 }
 
-// The indentations to which a line below may return, the deepest first.
+// The indentations that a line at this place may have to continue an open collection, deepest
+// first.
 std::vector<size_t> open_indents(std::string_view text, size_t begin) {
   std::vector<size_t> indents;
   for (auto line = above(text, begin); line; line = above(text, line->begin)) {
@@ -77,7 +78,8 @@ std::string explain_value(const SourceText& source, size_t offset) {
                 " above, which has its value already and is indented by ", before->indent);
 }
 
-// The innermost bracket that is open at an offset; brackets in quotes and comments count too.
+// Names the innermost bracket that is open at an offset. It also counts brackets in quotes and
+// comments.
 std::string explain_open_list(const SourceText& source, size_t offset) {
   std::vector<size_t> open;
   for (size_t i = 0; i < offset; ++i) {

@@ -18,7 +18,8 @@ namespace te::inspect {
 
 namespace {
 
-// A lock of the process would end when the process reads and closes the file elsewhere.
+// Locks or unlocks a file. The lock belongs to the open file (F_OFD_SETLK) if the system has that.
+// A lock of the process (F_SETLK) would end as soon as the process opens and closes the file again.
 bool set_lock(int file, short kind) {
 #ifdef F_OFD_SETLK
   constexpr int kCommand = F_OFD_SETLK;
@@ -85,8 +86,8 @@ void LogFile::open_file() {
           path(), ": ", std::strerror(errno));
 }
 
-// Two writers would truncate each other's files and tear each other's lines. Where there are no
-// locks, nothing is refused.
+// Throws if another process has locked the file: two writers would truncate each other's files and
+// mix their lines. On file systems without locks, nothing is refused.
 void LogFile::lock() {
   if (set_lock(file_, F_WRLCK) || (errno != EAGAIN && errno != EACCES)) return;
   close(file_);
@@ -102,14 +103,14 @@ void LogFile::release() { set_lock(file_, F_UNLCK); }
 
 bool LogFile::was_removed() { return std::exchange(removed_, false); }
 
-// Lines that go into a file without a name are lost when it is closed.
+// Creates a new file if the file was removed, because lines written to a removed file are lost.
 void LogFile::replace_removed() {
   struct stat status;
   if (fstat(file_, &status) != 0 || status.st_nlink > 0) return;
   const int before = file_;
   try {
     open_file();
-  } catch (const Error&) {  // its folder cannot be made again: go on with what there is
+  } catch (const Error&) {  // the folder cannot be created again: go on with the old file
     file_ = before;
     return;
   }
@@ -133,7 +134,7 @@ void LogFile::add(std::string_view line) {
 
 void LogFile::drop_oldest() {
   const size_t begin =
-      inside_line_ ? unwritten_.find('\n') + 1 : 0;  // a line that has begun must be ended
+      inside_line_ ? unwritten_.find('\n') + 1 : 0;  // keep the rest of a line partly written
   size_t end = begin;
   while (unwritten_.size() - (end - begin) > kBound / 2) {
     end = unwritten_.find('\n', end) + 1;

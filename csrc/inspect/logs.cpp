@@ -12,7 +12,9 @@ namespace te::inspect {
 
 namespace {
 
-ForkMutex g_local_time;  // localtime_r locks a mutex that forked children would find locked
+// localtime_r locks a mutex of the C library. No fork happens while this mutex is held, so a child
+// does not inherit that one locked.
+ForkMutex g_local_time;
 
 std::string not_finite(double value) {
   return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
@@ -37,7 +39,7 @@ std::string json_of_value(const std::optional<double>& value) {
 std::string text_of_value(double value) {
   if (!std::isfinite(value)) return not_finite(value);
   char buffer[400];  // the largest double has 309 digits before the point
-  constexpr auto kFixed = std::chars_format::fixed;  // without the point of the user's locale
+  constexpr auto kFixed = std::chars_format::fixed;  // with a dot, whatever the user's locale is
   return {buffer, std::to_chars(std::begin(buffer), std::end(buffer), value, kFixed, 4).ptr};
 }
 
@@ -89,7 +91,7 @@ Logs::Logs(LogOptions options, Clock clock)
     statistics_ = std::make_unique<LogFile>(root + "nvdlfw_inspect_statistics_logs/" + text);
     rows_ = std::make_unique<LogFile>(concat(root, "statistics_rank-", options_.rank, ".jsonl"));
   }
-  for (LogFile* file : files()) {  // all are locked: what they hold is an earlier session's
+  for (LogFile* file : files()) {  // all are locked, so their content is from earlier sessions
     if (file) file->begin(file == rows_.get() ? options_.append_rows : options_.append_text);
   }
 }

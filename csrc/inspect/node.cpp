@@ -130,7 +130,7 @@ std::string brief(const Node& node) {
   if (text.size() <= kBriefLength) return text;
   size_t end = kBriefLength - 3;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80)
-    --end;  // whole characters
+    --end;  // do not cut a character
   return text.substr(0, end) + "...";
 }
 

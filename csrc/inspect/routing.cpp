@@ -12,8 +12,8 @@ namespace {
 
 using Names = std::vector<std::optional<std::string>>;
 
-// What a call may be about that carries no gemm (or tensor): all of them where a configuration
-// tells them apart, else it is one case.
+// The gemms (or tensors) that a call may mean: the one that it has; if it has none, all of them if
+// a configuration distinguishes them, else one case without a name.
 template <size_t n>
 Names candidates(const std::optional<std::string>& carried, bool told_apart,
                  const std::array<std::string_view, n>& all) {
@@ -25,7 +25,7 @@ bool names_any(const FeatureUse& use, std::string_view list, std::string_view it
   return use.body.find(list) || use.body.find(items);
 }
 
-// The tensor and gemm on which both uses act, if any, in words.
+// Describes a tensor and gemm on which both uses act, if there is one.
 std::optional<std::string> overlap(const FeatureUse& one, const FeatureRule& one_rule,
                                    const FeatureUse& other, const FeatureRule& other_rule,
                                    const Target& target) {
@@ -69,7 +69,7 @@ Route Router::route(const Target& target) {
   }
   auto computed = std::make_shared<const std::vector<RoutedUse>>(compute(target));
   const std::lock_guard lock(mutex_);
-  return routes_.try_emplace(target, std::move(computed)).first->second;  // whoever was first
+  return routes_.try_emplace(target, std::move(computed)).first->second;  // the first thread wins
 }
 
 std::vector<int> Router::sections_of(const std::string& layer) {

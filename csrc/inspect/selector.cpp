@@ -23,12 +23,13 @@ std::string_view alias_of(std::string_view component) {
   return found == std::end(kAliases) ? std::string_view() : found->second;
 }
 
-// Whether a pattern says what must not stand somewhere.
+// Whether a pattern has a negative lookahead or lookbehind.
 bool may_exclude(std::string_view pattern) {
   return pattern.find("(?!") != pattern.npos || pattern.find("(?<!") != pattern.npos;
 }
 
-// Whether a pattern has the part of an alias that layers do not have: `self_attn`, `linear`.
+// Whether a pattern contains the part of an alias that no layer's own name has: `self_attn`, or the
+// alias up to `linear`.
 bool spells(std::string_view pattern, std::string_view alias) {
   constexpr std::string_view kLinear = "linear";
   const size_t linear = alias.find(kLinear);

@@ -75,7 +75,7 @@ void Session::report_unmatched() {
   const std::vector<std::string> layers = router_.layers();
   for (const Section* section : router_.unmatched()) {
     const std::string text = explain_unmatched(*section, layers);
-    logs_.message(level::kWarning, text);  // the warning is what the terminal shows
+    logs_.message(level::kWarning, text);  // not printed: the terminal shows the warning below
     callouts_.sink->warn(text);
   }
 }

@@ -8,8 +8,7 @@
 namespace te::inspect {
 namespace {
 
-// The length of the UTF-8 sequence at the front of the text, and its code point; length 0: it is
-// invalid.
+// The length and code point of a UTF-8 sequence; length 0: it is invalid.
 struct Character {
   size_t length;
   uint32_t code;
@@ -40,7 +39,8 @@ bool is_printable(uint32_t code) {
   return code != 0xfffe && code != 0xffff;
 }
 
-// Ends a line in YAML 1.1, which PyYAML reads, and is text to yaml-cpp.
+// The name of a character that ends a line in YAML 1.1 (and so for PyYAML), but is text for
+// yaml-cpp; null for other characters.
 const char* unicode_line_end(uint32_t code) {
   switch (code) {
     case 0x85: return "U+0085 (in quotes: \\N)";

@@ -5,11 +5,12 @@
 namespace te::inspect {
 namespace {
 
-constexpr size_t kLongestWord = 64;  // longer ones are no misspelt names
+constexpr size_t kLongestWord = 64;  // longer words cannot be misspelt names
 constexpr size_t kMostListed = 16;
 constexpr size_t kShortestBeginning = 3;
 
-// The first candidate that the word begins with, or that begins with the word: frequency, freq.
+// The first candidate that is a beginning of the word, or that begins with the word, such as `freq`
+// for `frequency`.
 std::optional<std::string> shortened(std::string_view word,
                                      const std::vector<std::string>& candidates) {
   for (const std::string& candidate : candidates) {

@@ -45,7 +45,7 @@ std::string without_underscores(std::string_view text) {
   return digits;
 }
 
-// Takes a sign off the text.
+// Removes a sign from the front of the text. Returns whether it was a minus.
 bool take_minus(std::string_view& text) {
   const bool minus = text.starts_with('-');
   if (minus || text.starts_with('+')) text.remove_prefix(1);
@@ -75,11 +75,12 @@ std::optional<int64_t> resolve_radix(std::string_view text, bool minus, int base
   if (text.empty() || text.find_first_not_of(alphabet) != text.npos) return std::nullopt;
   const std::string digits = without_underscores(text);
   if (digits.empty())
-    return base == 8 ? std::optional<int64_t>(0) : std::nullopt;  // 0_ has its own zero
+    return base == 8 ? std::optional<int64_t>(0) : std::nullopt;  // `0_` is 0, `0x_` is no number
   return with_sign(parse_digits(digits, base), minus);
 }
 
-// The groups after the first of a sexagesimal number: (:[0-5]?[0-9])+
+// Whether a text has the form of the groups after the first of a sexagesimal number:
+// (:[0-5]?[0-9])+
 bool are_minutes(std::string_view text) {
   while (!text.empty()) {
     text.remove_prefix(1);  // the colon
@@ -120,7 +121,8 @@ std::optional<int64_t> resolve_int(std::string_view text) {
   return resolve_sexagesimal(text, minus);
 }
 
-// Whether a number like 0171.0e+400 is 1 or more.
+// Whether a positive number like 0171.0e+400, which is out of the range of double, is too large
+// rather than too small: whether it is at least 1.
 bool reaches_one(std::string_view text) {
   const size_t e = std::min(text.find_first_of("eE"), text.size());
   const std::string_view mantissa = text.substr(0, e);
@@ -151,8 +153,8 @@ bool is_exponent(std::string_view text) {
           (text[1] == '-' || text[1] == '+') && std::ranges::all_of(text.substr(2), is_digit));
 }
 
-// Python writes the exponent's plus sign, std::from_chars takes it too; a leading sign has been
-// taken off.
+// Parses a decimal number with a dot. The caller has removed a sign in front (`has_sign`), where
+// std::from_chars takes no plus; it does take the plus of an exponent.
 std::optional<double> resolve_decimal(std::string_view text, bool has_sign) {
   const size_t dot = text.find('.');
   if (dot == text.npos) return std::nullopt;
@@ -173,7 +175,7 @@ std::optional<double> resolve_sexagesimal_decimal(std::string_view text) {
     return std::nullopt;
   }
   const std::string digits = without_underscores(text);
-  double value = 0, base = 1;  // from the last group on, as PyYAML adds them up
+  double value = 0, base = 1;  // summed from the last group on, as PyYAML does
   for (size_t end = digits.size();;) {
     const size_t separator = digits.rfind(':', end - 1);
     const size_t begin = separator == digits.npos ? 0 : separator + 1;
