@@ -1,4 +1,4 @@
-// Activations in fp32 against their definitions in double: value, derivative, edges.
+// Compares the activations in fp32 with their definitions in double: values, derivatives, limits.
 #include "core/activation_math.h"
 
 #include <gtest/gtest.h>
@@ -83,7 +83,7 @@ TEST(ActivationMath, NaNGoesThrough) {
 
 constexpr ActivationParameters kTight{.limit = 2.0f, .alpha = 1.5f, .offset = 0.5f};
 
-// y = act(x1) * h(x2) of the clamped kind, and its two derivatives for dy = 1.
+// y = act(x1) * h(x2) of ClampedSwiglu, and its two derivatives for dy = 1.
 struct Clamped {
   float y, dx1, dx2;
 };

@@ -1,4 +1,4 @@
-// What devices offer, and what switching features off takes away; no GPU is needed.
+// The limits of devices, and of devices whose features are switched off. Needs no GPU.
 #include "cuda/policy/device_limits.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,8 @@ TEST(DeviceLimits, FollowTheGeneration) {
   EXPECT_FALSE(limits_of(kB200, {}).block_scales);
 }
 
-// Portable code on a new device: what instructions give is missing, what the library gives is not.
+// Code for an older architecture on a new device: features that need new instructions are missing,
+// but those of cuBLASLt are there.
 TEST(DeviceLimits, OfPortableCodeAreThoseOfTheCode) {
   const DeviceLimits limits = limits_of({90, 80, 132, 227 << 10}, {});
   EXPECT_EQ(limits.cluster, 1);

@@ -1,4 +1,4 @@
-// Division by multiplication against division.
+// Compares Divisor, which multiplies and shifts, with the operator /.
 #include "core/divisor.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ TEST(Divisor, DividesAsTheOperatorDoes) {
     const Divisor divisor(by);
     EXPECT_EQ(divisor.value(), by);
     for (uint32_t quotient = 0; quotient <= 100; ++quotient) {
-      // Around multiples: small ones, and the last below 2^31.
+      // Numbers around small multiples, and around the last ones below 2^31.
       for (const uint64_t multiple :
            {uint64_t{quotient} * by, (kLast / by - quotient) * uint64_t{by}}) {
         for (const uint64_t number : {multiple - 1, multiple, multiple + 1}) {

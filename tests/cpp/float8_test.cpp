@@ -1,5 +1,5 @@
-// FP8 and 16-bit codecs against two oracles: the definition in double precision, and NVIDIA's own
-// conversions where their headers are at hand.
+// Compares the FP8 and 16-bit conversions with two references: the definition of the formats in
+// double precision, and NVIDIA's own conversions if CUDA's headers are installed.
 #include "core/float8.h"
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ constexpr float kQuietNaN = std::numeric_limits<float>::quiet_NaN();
 struct Format {
   int mantissa_bits, bias;
   uint32_t largest;  // code of the largest finite value
-  bool saturates;    // else values that round above the largest become `largest + 1`, infinity
+  bool saturates;    // false: values that round above the largest become `largest + 1`, infinity
 
   double value(uint32_t code) const {
     const auto exponent = static_cast<int>(code >> mantissa_bits);
@@ -51,7 +51,7 @@ class Nearest {
   }
   uint32_t operator()(double magnitude) const {
     const double top = format_.value(format_.largest);
-    const double above = 2 * top - format_.value(format_.largest - 1);  // if the format went on
+    const double above = 2 * top - format_.value(format_.largest - 1);  // the next value, if any
     if (magnitude >= top) {
       const bool rounds_up = magnitude >= (top + above) / 2;
       return format_.largest + (rounds_up && !format_.saturates ? 1 : 0);
@@ -68,8 +68,8 @@ class Nearest {
   std::vector<double> values_;
 };
 
-// Bit patterns that try every exponent and, around each rounding boundary of the format, every case
-// of the bits that are dropped. Positive; the caller adds the sign.
+// Calls f(x) for positive values of every exponent, and for the values next to each code and to
+// each midpoint between two codes, where rounding changes. The caller adds the sign.
 template <class F>
 void for_each_magnitude(const Format& format, F&& f) {
   constexpr uint32_t kInfinityPattern = 0x7f800000u, kStride = 509, kAround = 3;
@@ -177,7 +177,7 @@ uint8_t nvidia(float x, __nv_fp8_interpretation_t format) {
   return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, format);
 }
 
-// Both signs of every pattern that f gets.
+// Counts the values of both signs for which `differs` is true; NaNs are among them.
 template <class F>
 int64_t count_different(const Format& format, F&& differs) {
   int64_t count = 0;

@@ -1,4 +1,4 @@
-// Problems find their own row, or that of a problem near to them.
+// The table of tuned GEMM algorithms: a problem finds its own row, or that of a similar problem.
 #include "cuda/policy/gemm_table.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr DType kE4M3 = DType::Float8E4M3;
 
-// Of the forward pass in FP8.
+// A product of the forward pass in FP8.
 GemmProblem fprop(int64_t m, int64_t n, int64_t k) {
   return {.m = m,
           .n = n,

@@ -1,4 +1,5 @@
-// What a build lacks is told by the errors of what needs it.
+// If a build lacks a part, the errors of functions that need it say which part, why it is missing,
+// and the command that adds it.
 #include "cuda/left_out.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Shares of sets of keys against doubles, and at their ends.
+// Compares the shares of sets of keys with their values in double, and checks the special cases.
 #include "core/merge_math.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// core/moments.h against the definitions of the statistics in float64.
+// Compares core/moments.h with the definitions of the statistics in float64.
 #include "core/moments.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ Values normal(size_t count, double mean, double std, unsigned seed = 1) {
   return values;
 }
 
-// Two passes, as the statistics are defined.
+// The statistics by their definitions, which take two passes.
 Statistics by_definition(const Values& values) {
   const auto count = static_cast<double>(values.size());
   double sum = 0, absolute = 0, squares = 0, deviations = 0, smallest = kInfinity;

@@ -1,4 +1,5 @@
-// Every row is covered by its threads, and every block has room for what it holds.
+// The launch policies of the norm kernels: the threads of a row cover all its columns, and the
+// memory of a block is large enough. A simulation checks the protocol of the tile kernel.
 #include "cuda/policy/norm.h"
 
 #include <gtest/gtest.h>
@@ -33,7 +34,7 @@ TEST(NormRowsPolicy, CoversEveryRow) {
   EXPECT_EQ(norm_rows_policy(4097).threads, 0);
 }
 
-// Blocks without columns do not occur; wide rows are left to other kernels where they do not fit.
+// Checks a policy: every block of a cluster has columns, and the buffers fit the shared memory.
 void expect_tiles(const NormTilesPolicy& policy, const DeviceLimits& device, int64_t cols,
                   int64_t size) {
   ASSERT_TRUE(policy.rows == 64 || policy.rows == 32);
@@ -43,7 +44,7 @@ void expect_tiles(const NormTilesPolicy& policy, const DeviceLimits& device, int
   ASSERT_LE(policy.cluster, device.cluster);
   constexpr int64_t kTables = 3 << 10;
   ASSERT_LE(norm_tiles_bytes(policy, size) + kTables, device.shared_bytes);
-  // A tile lies in the ring as a whole; sums that go ahead need the steps of both groups twice.
+  // The ring has room for a whole tile; if sums are sent ahead, also for two steps of each group.
   ASSERT_GE(policy.slots, policy.steps);
   ASSERT_LE(policy.slots, kNormTileSlots);
   ASSERT_LE(policy.part_tiles, kNormPartTiles);
@@ -57,7 +58,7 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
       for (const int64_t rows : {1, 64, 2048, 100000}) {
         for (int64_t cols = 8; cols <= 12288; cols += 8) {
           const auto policy = norm_tiles_policy({rows, cols, size, device});
-          const bool fit = size == 2 || device.shared_bytes > 128 << 10;  // a step for each group
+          const bool fit = size == 2 || device.shared_bytes > 128 << 10;  // one step of each group
           const bool must = fit && cols <= (device.cluster > 1 ? 4096 : 512);
           if (must || policy.rows != 0) expect_tiles(policy, device, cols, size);
         }
@@ -68,7 +69,7 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
     EXPECT_NE(norm_tiles_policy({64, 12288, size, kHopper}).rows, 0);
 }
 
-// Each block leaves the moments of its results where an op of this shape has room for tiles.
+// The blocks write their moments to the workspace of an op of this shape, which has room for them.
 TEST(NormTilesPolicy, BlocksHaveRoomForMoments) {
   for (const DeviceLimits& device : kDevices) {
     for (const int64_t rows : {0, 1, 33, 64, 512, 768, 2048, 100000}) {
@@ -84,7 +85,7 @@ TEST(NormTilesPolicy, BlocksHaveRoomForMoments) {
   }
 }
 
-// The clusters of a chip whose parts lack a few multiprocessors.
+// The numbers of clusters are those of a Hopper GPU, some of whose GPCs lack multiprocessors.
 TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
   const DeviceLimits device =
       limits_of({90, 90, 132, 227 << 10, {0, 132, 66, 39, 30, 22, 17, 15, 15}}, {});
@@ -103,15 +104,15 @@ TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
   EXPECT_EQ(norm_tiles_clusters(norm_tiles_policy({8192, 4096, 2, device}), 128, device), 15);
 }
 
-// Groups of warps that send and write steps as the kernel does: nobody waits for ever, whatever
-// their order, the sums of a tile are merged by all before they are overwritten, and who waits for
-// a slot knows that it was filled as often as it should be: barriers tell two fillings apart, no
-// more.
+// A simulation of groups of warps that send and write steps as the kernel does, in random order. It
+// checks three properties. No group waits for ever. All blocks have merged the sums of a tile
+// before these are overwritten. When a group fills a slot again, the previous filling has been
+// sent, because a barrier can only distinguish two successive fillings.
 class Groups {
  public:
   Groups(const NormTilesPolicy& policy, int tiles) : p_(policy), steps_(tiles * policy.steps) {}
 
-  // Runs blocks of kNormTileGroups groups; returns whether all came to their end.
+  // Runs blocks of kNormTileGroups groups. Returns whether all groups ended and nothing was wrong.
   bool run(unsigned seed) {
     std::minstd_rand random(seed);
     for (int turns = 0; turns < 1000 * steps_; ++turns) {
@@ -129,7 +130,7 @@ class Groups {
 
   static int step_at(int mover, int i) { return mover % kNormTileGroups + i * kNormTileGroups; }
   bool done(int mover) const { return step_at(mover, written_[mover]) >= steps_; }
-  // Of the group of a block whose step this is.
+  // Whether the group of `block` that owns `step` has done it.
   static bool has_done(const std::array<int, kMovers>& done, int block, int step) {
     return done[block * kNormTileGroups + step % kNormTileGroups] > step / kNormTileGroups;
   }
@@ -142,7 +143,7 @@ class Groups {
     const bool due =
         sent_[mover] <= written_[mover] + (p_.ahead ? 1 : 0) || unsent / p_.steps == now / p_.steps;
     if (unsent < steps_ && due) {
-      const int before = unsent - p_.slots;  // what lay in its slot
+      const int before = unsent - p_.slots;  // the previous step in its slot
       const int block = mover / kNormTileGroups;
       if (before >= 0) {
         broken_ |= !has_sent(block, before);
@@ -208,7 +209,7 @@ void expect_room(const NormBackwardShape& shape, const NormBackwardPolicy& polic
   const int64_t stage = policy.groups * policy.width * shape.read_bytes;
   constexpr int64_t kTables = 3 << 10;
   ASSERT_LE(policy.stages * stage + 4 * policy.width + kTables, shape.device.shared_bytes);
-  // The partial sums of all groups meet in what were the stages.
+  // In the end, the partial sums of all groups are merged in the memory of the stages.
   ASSERT_GE(policy.stages * stage, 8 * policy.groups * policy.width);
   const int64_t clusters = norm_backward_clusters(shape, policy);
   ASSERT_LE(clusters, std::max<int64_t>(shape.max_parts, 1));

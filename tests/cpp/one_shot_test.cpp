@@ -1,4 +1,5 @@
-// Ranks are threads here, so that sanitizers see what passes between them.
+// One-shot collectives on the CPU. Ranks are threads here, so that sanitizers see all their
+// accesses to shared memory.
 #include "ops/one_shot.h"
 
 #include <gtest/gtest.h>
@@ -66,7 +67,7 @@ class OneShot : public testing::TestWithParam<int> {
   std::vector<std::vector<int64_t>> memories_, groups_;
 };
 
-// What element `i` of a rank is in a step.
+// The value of element `i` of a rank in a step.
 float value(int step, int rank, size_t i) {
   return static_cast<float>(step * 7 + rank) + static_cast<float>(i % 13);
 }

@@ -103,7 +103,7 @@ TEST_F(Parallel, EveryPartRoundsAsTheCallerDoes) {
   }
 }
 
-#ifndef __SANITIZE_THREAD__  // which knows no threads that a forked child starts
+#ifndef __SANITIZE_THREAD__  // it does not support threads that a forked child starts
 
 TEST_F(Parallel, ForkedChildrenHaveThreadsOfTheirOwn) {
   std::atomic<bool> go_on = true;

@@ -1,4 +1,5 @@
-// The generator against the known answers that its authors publish, and the rule of dropout.
+// Compares the generator with the known answers that its authors publish, and checks the dropout
+// decision.
 #include "core/philox.h"
 
 #include <gtest/gtest.h>

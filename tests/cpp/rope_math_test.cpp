@@ -1,4 +1,4 @@
-// The sine and cosine of a fp32 angle against those of its exact value.
+// Compares the sine and cosine of an fp32 angle with those in double.
 #include "core/rope_math.h"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 namespace te {
 namespace {
 
-// In units of the last place of the nearest float.
+// The error in units of the last place (ulp) of a float.
 double error(float value, double exact) {
   return std::fabs(value - exact) / std::ldexp(1.0, std::ilogb(exact) - 23);
 }

@@ -1,4 +1,4 @@
-// Where scales of blocks lie, and what they are at the ends of a type's range.
+// The layout of the scales of blocks, and their values at the ends of a dtype's range.
 #include "core/scale_blocks.h"
 
 #include <gtest/gtest.h>

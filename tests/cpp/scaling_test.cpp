@@ -1,4 +1,4 @@
-// Scales of delayed scaling where an amax, or a recipe's own function, says nothing of use.
+// Scales of delayed scaling for amaxes, or results of a recipe's own function, that give no scale.
 #include "core/scaling.h"
 
 #include <gtest/gtest.h>

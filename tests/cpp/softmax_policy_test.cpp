@@ -1,4 +1,5 @@
-// Every row is covered by its threads, and every policy has a kernel.
+// The launch policies of softmax: the threads of a row cover all its keys, and each policy has a
+// kernel.
 #include "cuda/policy/softmax.h"
 
 #include <gtest/gtest.h>

@@ -54,7 +54,8 @@ TYPED_TEST(CodeTile, ReadsBackPairsInOrder) {
     }
 }
 
-// Eight-byte stores go out by half warps, 16-byte loads by quarters; each has all 32 banks once.
+// A warp stores eight bytes per thread in two halves, and loads 16 bytes per thread in four
+// quarters. Each half or quarter uses each of the 32 banks once.
 TYPED_TEST(CodeTile, HasNoBankConflicts) {
   for (int row_block = 0; row_block < TypeParam::kUnits; ++row_block)
     for (int in_group = 0; in_group < 8; ++in_group)

@@ -1,5 +1,5 @@
-// Bodies of features: what is legal, what is said about mistakes, and what they say for a tensor
-// and gemm.
+// Bodies of features: what is legal, the messages about mistakes, and the configuration for a
+// tensor and gemm.
 #include <gtest/gtest.h>
 
 #include "core/error.h"
@@ -17,7 +17,8 @@ void expect_problem(std::string_view feature, std::string_view body, std::string
   EXPECT_NE(all.find(expected), std::string::npos) << body << "\n" << all;
 }
 
-// What the first feature of a text says, as text; "-" where it does not cover the tensor and gemm.
+// The configuration of the first feature for a tensor and gemm, as text; "-" if it does not cover
+// them.
 std::string said(const std::string& text, Name gemm, Name tensor) {
   const Loaded loaded = load(text);
   EXPECT_FALSE(loaded.has_errors()) << problems(text);
@@ -268,7 +269,7 @@ TEST(FeatureConfig, ListsNameAllPairsThatThereAre) {
       problems(with_feature("PerTensorScaling", "gemms: [fprop, dgrad], tensors: [activation]")),
       "(warning) c.yaml:5:5: s.transformer_engine.PerTensorScaling: expected operands of the "
       "GEMMs, got activation in dgrad, which those GEMMs do not take: those stay as they are\n");
-  const std::string structs =  // here a pair is written by hand
+  const std::string structs =  // here the user has written the pair explicitly
       "gemms_struct: [{gemm: fprop, tensors: [activation]}, "
       "{gemm: dgrad, tensors: [activation, gradient]}]";
   EXPECT_NE(problems(with_feature("PerTensorScaling", structs)).find("got activation in dgrad"),

@@ -1,4 +1,4 @@
-// Sections, selectors and features of a configuration, and what is said about mistakes.
+// Sections, selectors and features of a configuration, and the messages about mistakes.
 #include "inspect/config.h"
 
 #include <gtest/gtest.h>

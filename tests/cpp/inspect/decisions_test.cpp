@@ -1,4 +1,5 @@
-// Routing calls: merged, cached until they may change, never asked twice for an iteration.
+// Routing calls: the answers of features are merged, cached until they may change, and never asked
+// for twice in an iteration.
 #include "core/error.h"
 #include "fakes.h"
 

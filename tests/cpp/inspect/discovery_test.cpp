@@ -1,4 +1,4 @@
-// Feature files: found in order, loaded once, and a broken one stops nothing.
+// Feature files are found in order and loaded once, and a broken one does not stop the others.
 #include "inspect/discovery.h"
 
 #include "core/error.h"

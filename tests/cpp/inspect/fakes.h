@@ -1,4 +1,4 @@
-// A session without Python: features that follow a script, a sink that remembers.
+// A session without Python: features whose answers a test sets, and a sink that stores messages.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 
 namespace te::inspect {
 
-// Instead of a regular expression.
+// Takes the place of re.search: looks for a substring.
 inline bool search(const std::string& part, const std::string& text) {
   return text.find(part) != std::string::npos;
 }
@@ -68,7 +68,7 @@ class FakeSink : public Sink {
   std::mutex mutex_;
 };
 
-// A folder that is gone at the end of the test.
+// A temporary folder, which is removed at the end of the test.
 class Folder {
  public:
   Folder() {
@@ -97,7 +97,7 @@ inline std::string read(const std::string& path) {
   return text.str();
 }
 
-// One more feature in namespace "ns": all apis, tensors and gemms, scheduled, no keys of its own.
+// A feature of the namespace "ns" with all apis, tensors and gemms, a schedule, and no other keys.
 inline Feature feature(const std::string& name, std::vector<std::string> conflicts = {}) {
   Feature result;
   result.rule.ns = "ns";
@@ -113,7 +113,7 @@ inline Feature feature(const std::string& name, std::vector<std::string> conflic
   return result;
 }
 
-// Sessions over a few features, whose log lines begin at a fixed time.
+// Sessions with the features that a test adds. Log lines have no timestamps.
 class InspectTest : public ::testing::Test {
  protected:
   void add(Feature feature) { ASSERT_TRUE(engine.add(std::move(feature))); }

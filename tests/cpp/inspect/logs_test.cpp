@@ -1,4 +1,4 @@
-// The log files: their bytes, and what happens when they cannot be written.
+// The log files: their content, and what happens when they cannot be written.
 #include "inspect/logs.h"
 
 #include <fcntl.h>
@@ -19,7 +19,7 @@
 #include "core/error.h"
 #include "fakes.h"
 
-// In place of the C library's: the sizes of the files that were synchronised.
+// Replaces fdatasync() of the C library, and stores the sizes of the files that were synchronised.
 static std::vector<off_t> g_synchronised;
 extern "C" int fdatasync(int file) {
   struct stat status {};
@@ -195,7 +195,7 @@ TEST_F(LogsTest, WithoutADirectoryNothingIsWritten) {
   EXPECT_EQ(logs.flush(), std::nullopt);
 }
 
-// Files of this process can grow up to so many bytes: a disk that fills up, and is freed again.
+// Simulates a full disk: as long as this exists, files of this process can only grow to `bytes`.
 class FullDisk {
  public:
   explicit FullDisk(rlim_t bytes) {
@@ -217,7 +217,7 @@ TEST_F(LogsTest, KeepsWhatCannotBeWrittenAndWarnsOnce) {
   Logs logs(options());
   const auto add = [&](int64_t iteration) { logs.add({iteration, "l", "t", "s", "n", 1.0}); };
   {
-    const FullDisk disk(100);  // a line and a part of one
+    const FullDisk disk(100);  // room for one line and a part of the next
     for (int64_t i = 0; i < 5; ++i) add(i);
     const auto warning = logs.flush();
     ASSERT_TRUE(warning);
@@ -261,7 +261,7 @@ TEST_F(LogsTest, GoesOnInNewFilesWhereSomebodyRemovedThem) {
   EXPECT_EQ(logs.flush(), std::nullopt);
 }
 
-// Runs in a process of its own; returns its exit status.
+// Runs a function in a forked process, and returns its exit status.
 int in_child(const std::function<int()>& run) {
   const pid_t child = fork();
   if (child == 0) _exit(run());

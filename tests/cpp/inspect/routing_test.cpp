@@ -1,5 +1,5 @@
-// Which features act where: sections merged in file order, limited by gemm and tensor, doubles
-// refused.
+// The features that act on a target: those of all sections in file order, limited by gemm and
+// tensor. Two sections with the same feature for one target are refused.
 #include "core/error.h"
 #include "fakes.h"
 
@@ -107,7 +107,7 @@ two:
   EXPECT_EQ(names(*session, {"ns", "modify_tensor", "fc1", "activation", "fprop"}),
             (Names{"two.A"}));
   EXPECT_EQ(names(*session, {"ns", "modify_tensor", "fc2", "weight", "fprop"}), (Names{"two.A"}));
-  // A call without a gemm reaches both, if they share none.
+  // A call without a gemm is refused if both sections act on its tensor in some gemm.
   expect_refused(*session, {"ns", "inspect_tensor", "fc1", "weight", std::nullopt}, {"one", "two"});
   EXPECT_EQ(names(*session, {"ns", "inspect_tensor", "fc1", "activation", std::nullopt}),
             (Names{"two.A"}));

@@ -1,4 +1,4 @@
-// Rules of features as the debugger has them, and a regular-expression search for tests.
+// For tests: rules of features like those of the debugger, and a search for regular expressions.
 #pragma once
 
 #include <regex>
@@ -73,7 +73,7 @@ inline Loaded load(std::string_view text) {
   return load_config(text, "c.yaml", feature_rules(), kRegex);
 }
 
-// Every problem on a line of its own; warnings begin with "(warning) ".
+// All problems of a text, one on each line. Warnings begin with "(warning) ".
 inline std::string problems(std::string_view text) {
   std::string all;
   for (const Problem& problem : load(text).problems) {
@@ -83,8 +83,7 @@ inline std::string problems(std::string_view text) {
   return all;
 }
 
-// A section `s` for every layer with one feature of Transformer Engine; line and column of its body
-// are 5:7.
+// A section `s` for every layer, with one feature of Transformer Engine, whose body begins at 6:7.
 inline std::string with_feature(std::string_view feature, std::string_view body) {
   return "s:\n  enabled: yes\n  layers: {layer_types: all}\n  transformer_engine:\n    " +
          std::string(feature) + ":\n      {enabled: yes, " + std::string(body) + "}\n";

@@ -7,7 +7,7 @@
 namespace te::inspect {
 namespace {
 
-// By the definition: closed intervals, multiples of freq.
+// The definition of a due iteration: in a closed interval, and a multiple of freq.
 bool is_due(const Schedule& schedule, int64_t iteration) {
   bool inside = false;
   for (const auto& [start, end] : schedule.intervals)

@@ -1,5 +1,5 @@
-// The examples of the documentation, as they stand in tests/fuzz/corpus: each loads, matches
-// layers, and says what it should.
+// The examples of the documentation, which are files in tests/fuzz/corpus: each loads, selects
+// layers, and has the expected configuration.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -22,8 +22,8 @@ std::string read(const std::string& name) {
   return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
 }
 
-// "layer gemm tensor" -> which iterations of 0..120 are due, as a count; the last part of the
-// layer's name stands for it.
+// Maps "layer gemm tensor" to the number of iterations of 0..120 that are due. The layer is given
+// by the last part of its name.
 std::map<std::string, int> due(const Loaded& loaded, bool with_gemm) {
   const std::vector<FeatureRule> rules = feature_rules();
   std::map<std::string, int> counts;

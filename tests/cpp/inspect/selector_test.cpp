@@ -14,7 +14,7 @@ const std::vector<std::string> kLayers = {
     "transformer_layer.layernorm_mlp.fc2",
 };
 
-// Which of kLayers a selector matches, as a bit mask.
+// The layers of kLayers that a selector matches, as a bit mask (bit i for kLayers[i]).
 int matched(const Selector& selector) {
   int mask = 0;
   for (size_t i = 0; i < kLayers.size(); ++i) mask |= selector.matches(kLayers[i], kRegex) << i;

@@ -1,5 +1,5 @@
-// A session as a whole: counting, one-shot messages, selectors that select nothing, threads, and no
-// lock held in callouts.
+// A session as a whole: iterations, messages that are written once, selectors that select nothing,
+// threads, and calls of features without a lock.
 #include "inspect/session.h"
 
 #include <thread>
@@ -88,8 +88,8 @@ TEST(Unmatched, NearMissesAreParts) {
   EXPECT_TRUE(near_misses("embedding", layers).empty());
 }
 
-// Features that call back into the session, as a feature that logs does: a lock held in a callout
-// would hang here.
+// Features that call the session, like a feature that logs. If the session held a lock while it
+// calls a feature, the test would hang.
 class Reentrant : public FakeFeatures {
  public:
   Answer ask(const RoutedUse& use, const Target& target, int64_t iteration) override {

@@ -27,7 +27,7 @@ TEST(Suggest, KnowsShorterAndLongerForms) {
   EXPECT_TRUE(ends("frequency", "got 'frequency'; did you mean 'freq'?"));
   EXPECT_TRUE(ends("Maximum", "did you mean 'max'?"));
   EXPECT_TRUE(ends("start", "did you mean 'start_step'?"));
-  EXPECT_TRUE(ends("st", "got 'st'"));  // too little to go by
+  EXPECT_TRUE(ends("st", "got 'st'"));  // too short for a suggestion
   EXPECT_TRUE(ends("average", "got 'average'"));
 }
 

@@ -1,5 +1,5 @@
-// What only C++ sees of reading YAML: marks, under the sanitizers. Python compares the values with
-// PyYAML's.
+// Reading YAML: the places of nodes, which only C++ has, under sanitizers. Tests in Python compare
+// the values with those of PyYAML.
 #include <gtest/gtest.h>
 
 #include <limits>
