@@ -38,7 +38,8 @@ void release(const TensorView& memory, const TensorView& group, int rank, int sl
   peer_release({memory, group, rank, slot}, stream_of(memory));
 }
 
-// `x` is what was sent or copied, so that a recording knows how long its memory is read.
+// `x` is the tensor that was sent or copied. It is an argument so that a recording keeps its memory
+// until this call.
 void finish(const TensorView& x, const TensorView& memory, const TensorView& group, int slot) {
   peer_finish({memory, group, kAllOthers, slot}, stream_of(x));
 }

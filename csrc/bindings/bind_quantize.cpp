@@ -1,4 +1,5 @@
-// Bindings of quantize and quantize_blocks; the FP8 format travels as the integer value of DType.
+// Bindings of quantize and quantize_blocks. An FP8 format is passed as an integer: the value of
+// DType, for quantize_blocks with the kind of blocks added (quantized_args.h).
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"

@@ -1,5 +1,5 @@
-// transformer_engine/_C: the list of what Python can call. Every entry writes into tensors that
-// Python allocated; none returns a tensor.
+// transformer_engine/_C: the functions that Python can call. They write to tensors that Python has
+// allocated; none returns a tensor that C++ has allocated.
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "bindings/recording.h"

@@ -124,7 +124,7 @@ TE_HD void merge(RowKind kind, double* into, const double* from) {
   }
 }
 
-// A pivot for MomentSums, from a mean or an element that may be infinite or NaN.
+// A pivot for MomentSums, from a mean or an element: 0 if that is infinite or NaN.
 TE_HD double pivot_from(double value) { return value - value == 0 ? value : 0; }
 
 // Sums from which Moments are computed at the end: the mean and m2 are replaced by sums of the

@@ -1,9 +1,9 @@
 // Which values of an FP8 matrix share a scale, and where the inverse scales of a matrix lie.
 //
 //   Whole    one scale: fp32 [2] = {1 / scale, scale}
-//   Rows     1 x 128 values of a row: that of (i, j) is at [j / 128, i] of
+//   Rows     1 x 128 values of a row: the inverse scale of (i, j) is at [j / 128, i] of
 //            fp32 [ceil(cols / 128), rows rounded up to 4]
-//   Squares  128 x 128 values: that of (i, j) is at [i / 128, j / 128] of
+//   Squares  128 x 128 values: the inverse scale of (i, j) is at [i / 128, j / 128] of
 //            fp32 [ceil(rows / 128), ceil(cols / 128) rounded up to 4]
 //
 // These are the layouts that cuBLASLt reads (VEC128_32F, BLK128x128_32F). The elements that
@@ -17,7 +17,7 @@
 
 namespace te {
 
-// The numbers are the dimensions of a block, and part of the Python binding.
+// The values are the number of dimensions of a block, and part of the Python binding.
 enum class ScaleBlocks : int32_t { Whole = 0, Rows = 1, Squares = 2 };
 
 inline constexpr int kScaleBlock = 128;

@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::string_view kBase = "base";
 
+// Walks through sections, namespaces and features. It goes on after a mistake, so that all problems
+// are reported. Mistakes in sections and features that are not enabled are warnings.
 class Loader {
  public:
   Loader(Loaded& loaded, const std::vector<FeatureRule>& rules, const RegexSearch& regex)
@@ -169,7 +171,7 @@ class Loader {
     std::vector<std::string> known = {"enabled", "layers"};
     std::set<std::string> namespaces;
     for (const FeatureRule& rule : rules_) {
-      if (rule.ns != kBase) namespaces.insert(rule.ns);  // its features need no namespace around
+      if (rule.ns != kBase) namespaces.insert(rule.ns);  // features of base need no namespace
     }
     known.insert(known.end(), namespaces.begin(), namespaces.end());
     if (const std::string ns = namespace_of(name); !ns.empty()) {

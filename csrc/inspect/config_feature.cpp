@@ -30,6 +30,7 @@ bool has_any(const Node& node, std::initializer_list<std::string_view> keys) {
 
 bool accepts_gemms(const FeatureRule& rule) { return rule.takes_gemms || !rule.tensors.empty(); }
 
+// Checks a body as it is written: the keys and values of each level.
 class BodyCheck {
  public:
   BodyCheck(const FeatureRule& rule, const std::vector<FeatureRule>& rules,

@@ -35,7 +35,7 @@ std::optional<int> take_number(std::string_view& text) {
   return number;
 }
 
-// 3, "3", "3-7" or "all".
+// Reads 3, "3", "3-7" or "all". Returns nothing for other values.
 std::optional<std::pair<int, int>> read_range(const Node& node) {
   if (node.is_int()) {
     const int64_t number = node.as_int();

@@ -74,7 +74,9 @@ size_t offset_of(const SourceText& source, const YAML::Mark& mark) {
   return std::min(static_cast<size_t>(std::max(mark.pos, 0)), source.text().size());
 }
 
-// Builds the tree from the events of yaml-cpp's parser, and refuses what PyYAML would refuse.
+// Builds the tree from the events of yaml-cpp's parser. yaml-cpp accepts some texts that PyYAML
+// refuses, and reads others differently. This class looks for such cases in the text and refuses
+// them.
 class TreeBuilder : public YAML::EventHandler {
  public:
   explicit TreeBuilder(const SourceText& source) : source_(source) {}

@@ -96,7 +96,7 @@ void LogFile::lock() {
 }
 
 void LogFile::synchronize() {
-  if (file_ >= 0) fdatasync(file_);  // pipes and the like cannot, and need not
+  if (file_ >= 0) fdatasync(file_);  // fails for pipes and the like, where it is not needed
 }
 
 void LogFile::release() { set_lock(file_, F_UNLCK); }

@@ -16,7 +16,7 @@ namespace te::inspect {
 enum class Parsing {
   Engine,   // config_for()
   Feature,  // the feature's own parse_config_and_api, through FeatureCall
-  Nobody,   // the feature gets the configuration as written
+  Nobody,   // the feature gets its body as written, if config_for() finds that it covers the target
 };
 
 struct Feature {

@@ -91,9 +91,10 @@ struct AttentionArgs {
   }
 };
 
-// The gradients that the backward reads and writes. Absent ones are not computed. Those of query,
-// key and value may have strides (the last axis is contiguous), the others are contiguous. Their
-// dtype is that of query, but in FP8 all are E4M3 or all are E5M2.
+// The gradients that the backward reads and writes. Only those of bias and sink may be absent, and
+// are then not computed. Those of query, key and value may have strides (the last axis is
+// contiguous), and the others are contiguous. All of `out`, query, key and value have the dtype of
+// query, or in FP8 all E4M3 or all E5M2.
 struct AttentionGradients {
   TensorView out;                // read
   TensorView query, key, value;  // written

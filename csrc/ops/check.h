@@ -9,10 +9,11 @@
 
 namespace te::check {
 
-// Present, contiguous, and with data where it has elements.
+// Not absent.
 void defined(const TensorView& t, std::string_view op, std::string_view name);
+// Not absent, and contiguous.
 void contiguous(const TensorView& t, std::string_view op, std::string_view name);
-// fp32, fp16 or bf16.
+// Not absent, and fp32, fp16 or bf16.
 void high_precision(const TensorView& t, std::string_view op, std::string_view name);
 void dtype(const TensorView& t, DType expected, std::string_view op, std::string_view name);
 void same_device(const TensorView& t, const TensorView& like, std::string_view op,

@@ -1,10 +1,10 @@
 // dropout_add: out = residual + keep(x + bias) / (1 - p), the end of each transformer sub-block.
-// The keep decision of element i is a counter-based random number (core/philox.h) of (seed, i):
-// the backward draws it again instead of storing a mask. The seed is a device tensor, so a captured
-// graph replays with fresh randomness. Element i is kept where its 16 bits of the seed's stream, as
-// a number in [0, 1), are at least p, which is rounded up to a multiple of 2^-16. The sums and the
-// product are rounded to fp32 each, the result once to its dtype, so both backends give the same
-// bits.
+// Whether element i is kept depends on 16 random bits, which are a function of (seed, i)
+// (core/philox.h). So the backward draws them again instead of reading a mask. The seed is a device
+// tensor, so each replay of a captured graph can have new random bits. An element is kept if its
+// bits, as a number in [0, 1), are at least p, which is rounded up to a multiple of 2^-16. Sums and
+// products are rounded to fp32 one by one, and the result is rounded to its dtype, so both backends
+// give the same bits.
 #pragma once
 
 #include "core/tensor_view.h"

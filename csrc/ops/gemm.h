@@ -31,7 +31,7 @@ struct GemmArgs {
   GemmOperand a, b;
   TensorView d;  // [m, n]: fp32, fp16 or bf16
   bool accumulate = false;
-  bool fast_accumulation = false;  // FP8: keep the tensor core's short accumulator (fprop)
+  bool fast_accumulation = false;  // FP8: accumulate in the tensor cores' lower precision (fprop)
   TensorView bias;                 // [n], of gemm_bias_dtype()
   TensorView workspace;            // CUDA: uint8, 32 MiB
   bool allow_tf32 = true;          // fp32 operands on the tensor cores
