@@ -1,4 +1,4 @@
-"""Checks that tensor parallel ranks call a layer alike, before their first collective.
+"""Checks that all tensor parallel ranks make the same call of a layer, before its collectives.
 
 A collective hangs or returns garbage if ranks call it with different shapes, or if one rank does
 not call it. The check runs once for each plan and shape; later calls cost nothing.
@@ -21,12 +21,12 @@ def check_agreement(plan: CallPlan, inputs: Sequence[Any]) -> None:
     """Raise unless all ranks are about to run the same chain on equal shapes.
 
     Args:
-        plan: of a chain with collectives.
+        plan: the plan of the call; its chain has collectives.
         inputs: the values that come in, then all parameters.
 
     Raises:
-        RuntimeError: on every rank, if ranks differ or one does not come; on this rank, if the
-            layer asks for overlap without `initialize_ub`.
+        RuntimeError: on every rank, if the calls of the ranks differ or a rank does not reach this
+            call; on this rank, if the layer asks for overlap without `initialize_ub`.
     """
     stages = [stage for stage in plan.chain.stages if stage.communicates]
     for ranks in {id(stage.ranks): stage.ranks for stage in stages}.values():

@@ -30,13 +30,14 @@ class ChainStep(NamedTuple):
     """One stage of a chain.
 
     Attributes:
-        stage: what runs.
-        inputs: numbers of the values that it reads.
-        parameters: numbers of its parameters, which are neighbours.
-        outputs: numbers of the values that it makes.
-        consumer: the step that may request operands: the only one that reads the first result of
-            this step, as its first input. -1 if there is none.
-        producer: the step whose `consumer` is this one; -1 if there is none.
+        stage: the stage that runs.
+        inputs: numbers of the values that the stage reads.
+        parameters: numbers of the stage's parameters, which are consecutive.
+        outputs: numbers of the values that the stage makes.
+        consumer: number of the step that may request operands from this one. It is in the same
+            part, and the only step that reads the first result of this one, as its first input.
+            -1 if there is none.
+        producer: number of the step whose `consumer` is this one; -1 if there is none.
         last_reads: the values that no later step reads and the chain does not return.
     """
 
@@ -49,20 +50,21 @@ class ChainStep(NamedTuple):
     last_reads: tuple[int, ...] = ()
 
     def draw_seed(self, plan: Any, values: list[Any], seed: int, device: torch.device) -> None:
-        """Put a new seed into `values[seed]`, where none is there."""
+        """Put a new seed into `values[seed]` if the caller has passed None."""
         if values[seed] is None:
             values[seed] = self.stage.draw(plan, device)
 
 
 class ChainBuilder:
-    """Lists stages. Values are ints; `add` returns those that the stage makes.
+    """Collects the stages of a chain. An int stands for a value; `add` returns those of a stage.
 
     Args:
-        names: of the values that come in.
+        names: names of the values that come in.
 
     Attributes:
-        tokens: for each value, its number of tokens (the first size) divided by that of an input of
-            the chain: the one that following first inputs leads to.
+        tokens: for each value, the ratio of its number of tokens (the first size) to that of an
+            input of the chain: of the input that is reached from the value by going back through
+            the first inputs of the stages.
     """
 
     def __init__(self, *names: str) -> None:
@@ -70,13 +72,13 @@ class ChainBuilder:
         self.tokens: list[Fraction | int] = [1] * len(names)
         self.inputs = len(names)
         self.stages: list[tuple[Stage, tuple[int, ...], tuple[int, ...]]] = []
-        self.parts: list[int] = []  # the first stage of each
+        self.parts: list[int] = []  # number of the first stage of each part
 
     def add(self, stage: Stage, *inputs: int) -> list[int]:
-        """Run a stage on these values.
+        """Append a stage that reads these values.
 
         Returns:
-            Its results.
+            The numbers of its results.
         """
         outputs = tuple(range(len(self.names), len(self.names) + len(stage.results)))
         self.names += stage.results
@@ -85,10 +87,10 @@ class ChainBuilder:
         return list(outputs)
 
     def add_part(self, chain: Chain, *inputs: int) -> list[int]:
-        """Run the stages of a chain on these values; they are planned together.
+        """Append the stages of a chain, applied to these values, as one part of the new chain.
 
         Returns:
-            What the chain returns.
+            The numbers of the values that the chain returns.
         """
         self.parts.append(len(self.stages))
         values = dict(enumerate(inputs))
@@ -102,12 +104,12 @@ class ChainBuilder:
         return Chain(self, outputs)
 
 
-# Copies of chains, by kind, without a module. Operators of compiled code run them.
+# Copies of chains that belong to no module, by `Chain.kind`. Operators of compiled code run them.
 TEMPLATES: dict[str, Chain] = {}
 
 
 def _kind_of(chain: Chain) -> str:
-    """A hash of stages and settings, equal for chains that differ in names alone.
+    """A hash of stages and settings, equal for chains that differ only in names.
 
     Empty if compiled code has to trace the chain stage by stage.
     """
@@ -130,17 +132,17 @@ class Chain:
 
     Attributes:
         inputs: the number of values that come in.
-        arguments: the number of values that come in and of parameters.
-        names: of all values.
+        arguments: the number of values that come in, plus the number of parameters.
+        names: names of all values.
         kind: see `_kind_of`.
-        parts: ranges of steps that are planned together: the first step, the step behind the last.
+        parts: `(start, stop)` of each range of steps that are planned together.
         communicates: some of its stages are collectives.
     """
 
     def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
         self.inputs = built.inputs
         count = sum(stage.parameter_count for stage, _, _ in built.stages)
-        self.arguments = self.inputs + count  # values that come in, and parameters
+        self.arguments = self.inputs + count
         made = built.names[self.inputs :]
         self.names = (*built.names[: self.inputs], *["parameter"] * count, *made)
         self.results = [None] * len(made)
@@ -163,7 +165,10 @@ class Chain:
 
     @classmethod
     def of(cls, *stages: Stage) -> Chain:
-        """Stages one after the other. The chain also returns the further results of each stage."""
+        """A chain in which each stage reads the first result of the stage before it.
+
+        It returns the first result of the last stage, then the further results of every stage.
+        """
         built = ChainBuilder("input")
         value = 0
         further: list[int] = []
@@ -221,7 +226,11 @@ class Chain:
         self.gemm_names = self._gemm_names()
 
     def take_over(self, before: Chain) -> None:
-        """Take over what its stages keep, which this chain has with other settings."""
+        """Take over what the stages keep between calls: cached weights and delayed gradients.
+
+        Args:
+            before: the chain of the same module with other settings.
+        """
         self.layer = before.layer
         for own, other in zip(self.matmuls, before.matmuls, strict=True):
             vars(own).update({name: getattr(other, name) for name in own.lasting})
@@ -275,7 +284,7 @@ class Chain:
 
 
 def run_exported(plan: CallPlan, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of a call as a graph of ONNX operators."""
+    """Run a call with operators that have an ONNX form, while it is traced for ONNX."""
     chain: Chain = plan.chain
     values = [*inputs, *chain.results]
     for step, own in zip(chain.steps, plan.stage_plans, strict=True):
@@ -287,11 +296,11 @@ def run_exported(plan: CallPlan, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return first.to(plan.dtype), *others
 
 
-Targets = Mapping[int, Any]  # `WgradTarget`s by step
+Targets = Mapping[int, Any]  # `WgradTarget`s by the number of their step
 
 
 def wgrad_targets(plan: CallPlan, inputs: Sequence[Any]) -> Targets:
-    """The targets of weight gradients that do not go into new tensors."""
+    """A target for each step whose weight gradient goes into an existing tensor (`main_grad`)."""
     targets = {}
     for i, (step, own) in enumerate(zip(plan.chain.steps, plan.stage_plans, strict=True)):
         target = step.stage.wgrad_target(own, inputs[step.parameters])

@@ -2,8 +2,8 @@
 
 A description identifies the chain of an operator, not a module: equal layers share an operator, and
 a graph from a cache on disk means the same in another process. All tensors are arguments of each
-call. Quantizers of the plan have stand-ins in place of scaling state; `bind` makes a plan with the
-state of a call if stages run one by one.
+call, scaling state included. So the quantizers of a recorded plan hold stand-ins in place of
+scaling state. If stages run one by one, `CallPlan.bind` makes a plan with the state of that call.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ Shapes = Sequence[torch.Size]
 
 
 class PartFacts(NamedTuple):
-    """What is equal for all calls of a part, in compiled code.
+    """The constants that describe a part in compiled code, equal for all of its calls.
 
     Attributes:
         kind: `Chain.kind`.
-        dtype: of activations.
+        dtype: dtype of activations.
         needs: see `CallPlan`.
         gemms: descriptions of the quantizers of each GEMM.
-        rooms: how many tensors of scaling state it has.
-        options: returned by `Stage.describe_options` of its first stage.
-        flush: first run the updates of scales that compiled code has deferred.
+        rooms: number of scaling-state tensors that a call takes: one for the forward and one for
+            the backward, or none.
+        options: returned by `Stage.describe_options` of the first stage.
+        flush: a call first runs the updates of scales that compiled code has deferred.
         recomputed: a checkpoint in the graph may recompute the call.
-        weights: shapes of the weights of its GEMMs; an operator stores the places of its tensors.
+        weights: shapes of the weights of the GEMMs. They are part of the description because an
+            operator stores where its saved tensors lie, and that depends on their sizes.
         device: type of the device.
-        dtypes: of the input and the parameters, which differ from `dtype` under `torch.autocast`.
+        dtypes: dtypes of the input and the parameters; under `torch.autocast` they differ from
+            `dtype`.
     """
 
     kind: str
@@ -64,9 +67,10 @@ class PlacedPart(NamedTuple):
     """A part of an operator.
 
     Attributes:
-        facts: of its calls.
-        inputs: the values that it reads: those of the call, then what parts return, in order.
-        likes: for each of them, the number of a value of the call with the same tokens.
+        facts: the constants of its calls.
+        inputs: numbers of the values that the part reads. Numbers count the values of the call,
+            then the values that parts return, in order.
+        likes: for each of `inputs`, the number of a value of the call with as many tokens.
     """
 
     facts: PartFacts
@@ -79,9 +83,9 @@ class _Trace(NamedTuple):
 
     Attributes:
         shapes: of the values that came in.
-        places: of what the operators return and read.
-        of_segments: returned by `segments.forward`.
-        by_stages: of each segment, whether its stages ran one by one.
+        places: where the operators find the tensors that they return and read.
+        of_segments: the traces that `segments.forward` returned.
+        by_stages: for each segment, whether its stages ran one by one.
     """
 
     shapes: Shapes
@@ -91,18 +95,18 @@ class _Trace(NamedTuple):
 
 
 class ChainOperator:
-    """The operator for some parts.
+    """One or more parts that run as an operator of compiled code, forward and backward.
 
     Args:
-        values: how many come in.
-        parts: in order.
-        outputs: the values that it returns, numbered as `PlacedPart.inputs`.
+        values: number of values that come in.
+        parts: the parts, in the order in which they run.
+        outputs: the values that the operator returns, numbered as in `PlacedPart.inputs`.
 
     Attributes:
-        chain: of the stages of all parts; it belongs to no module.
-        needs: see `CallPlan`; those of the values that come in, then those of parameters.
+        chain: the chain with the stages of all parts; it belongs to no module.
+        needs: see `CallPlan`; first for the values that come in, then for the parameters.
         results: see `Places`.
-        reads: for each input and each tensor that a call makes, whether backward reads it.
+        reads: for each input and each tensor that a call makes, whether the backward reads it.
     """
 
     def __init__(self, values: int, parts: Sequence[PlacedPart], outputs: Sequence[int]) -> None:
@@ -121,7 +125,7 @@ class ChainOperator:
         self._varies = any([stage.options_vary for stage in stages])
         self.results: Sequence[int] = ()
         self.reads: Sequence[bool] = ()
-        self._plans: dict[Any, CallPlan] = {}  # by lengths of histories, and what plans vary with
+        self._plans: dict[Any, CallPlan] = {}  # by lengths of histories, and shapes if these matter
         self._traces: dict[Any, _Trace] = {}
 
     def bound(
@@ -131,11 +135,12 @@ class ChainOperator:
         staged: bool = False,
         cse_barrier: torch.Tensor | None = None,
     ) -> CallPlan:
-        """A plan of calls with this scaling state.
+        """Make a plan of calls with this scaling state.
 
         Args:
-            shapes: of the values that come in.
-            state: the memory of scaling state, forward and backward of each part that has any.
+            shapes: shapes of the values that come in.
+            state: memory of the scaling state: for each part that has any, that of the forward and
+                that of the backward.
             staged: the call is traced stage by stage, and casts with copies of the scales.
             cse_barrier: see `CallPlan`.
         """
@@ -159,7 +164,7 @@ class ChainOperator:
         return joined_plan(self.chain, plans, self._needs_of_values)
 
     def run_staged(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> Any:
-        """A call that is traced stage by stage.
+        """Run a call that is traced stage by stage.
 
         The partitioner of AOTAutograd merges equal casts of two checkpoints. Then it would have to
         save one result of the merged cast and recompute another, which torch 2.15 cannot. It does
@@ -174,7 +179,7 @@ class ChainOperator:
         return call_chain(plan, None, *inputs)
 
     def _planned(self, shapes: Shapes, state: Sequence[torch.Tensor]) -> CallPlan:
-        """The plan of recorded calls. The first call makes it; it is not traced."""
+        """The plan of calls that run from recordings; the first of them makes it, untraced."""
         key: Any = lengths_of(state)
         if self._varies:
             key = (key, *shapes)
@@ -201,12 +206,12 @@ class ChainOperator:
         return not (is_host_bound(first) and first.numel())
 
     def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
-        """Run a forward; the new tensors among its results and what backward reads."""
+        """Run the forward. Returns the new tensors: results, and those that the backward reads."""
         if self.flush:
             process_state().flush()
         if state and any(self.needs):
             refuse_in_backward()
-            process_state().backward_pending = True  # a call of other code may have run the update
+            process_state().backward_pending = True  # other code may have run the pending update
         sizes = (*self.sizes(inputs), lengths_of(state))
         trace = self._traces.get(sizes)
         shapes = self._shapes(inputs) if trace is None else trace.shapes
@@ -224,7 +229,7 @@ class ChainOperator:
         return [pick.of(made) for pick in trace.places.picks]
 
     def shapes_of_forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
-        """`forward` of fake tensors."""
+        """`forward` for fake tensors: returns tensors of the right shapes and launches nothing."""
         chain = self.chain
         values = [*inputs, *chain.results]
         with process_state().gemms.apart():
@@ -232,7 +237,7 @@ class ChainOperator:
             of_all, saved = traced(None, run_forward(plan, values, 0, len(chain.steps)))
         results = [values[v] for v in chain.outputs]
         trace = self._trace_of(inputs, results, saved, (of_all,))
-        # A size that was a symbol has no hash, even if it is a number now.
+        # A SymInt has no hash, even if it stands for a constant by now.
         self._traces["shapes", tuple([int(n) for n in self.sizes(inputs)])] = trace
         made = [*results, *saved]
         return [pick.of(made) for pick in trace.places.picks]
@@ -256,7 +261,10 @@ class ChainOperator:
         state: Sequence[torch.Tensor],
         launch: bool,
     ) -> list[Any]:
-        """The gradients that `needs` asks for. An empty tensor stands for a gradient of None."""
+        """Run the backward. Returns the gradients that `needs` asks for.
+
+        An empty tensor stands for a gradient of None: the operator returns a list of tensors.
+        """
         trace = self._traces[
             (*sizes, lengths_of(state)) if launch else ("shapes", tuple([int(n) for n in sizes]))
         ]
@@ -290,7 +298,7 @@ def _joined_chain(count: int, parts: Sequence[PlacedPart], outputs: Sequence[int
 
 
 def _needs_of_values(count: int, parts: Sequence[PlacedPart]) -> tuple[bool, ...]:
-    """Whether a gradient is wanted, of each value that comes in."""
+    """For each value that comes in, whether its gradient is wanted."""
     needs = [False] * count
     for facts, inputs, _ in parts:
         for v, need in zip(inputs, facts.needs, strict=False):
@@ -300,17 +308,17 @@ def _needs_of_values(count: int, parts: Sequence[PlacedPart]) -> tuple[bool, ...
 
 
 def lengths_of(state: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The rows that this state has; those of its parts differ by the lengths of amax histories."""
+    """The row lengths of these states' memory, which depend on the lengths of amax histories."""
     return tuple([room.shape[1] for room in state])
 
 
 def _by_stages(of_segments: Sequence[Trace]) -> list[bool]:
-    """Of each segment, whether its stages ran one by one."""
+    """For each segment, whether its stages ran one by one."""
     return [trace.stages is not None for trace in of_segments]
 
 
 def _readings(saved: Tensors, of_segments: Sequence[Trace]) -> list[Any]:
-    """For each saved tensor, in which ways backward reads it."""
+    """For each saved tensor, the views of it that the backward reads."""
     found: list[Any] = []
     for trace in of_segments:
         if trace.stages is None:

@@ -6,7 +6,8 @@ which is a hash of the description of all parts, names their `ChainOperator`.
 
 Calls are traced stage by stage if sizes are symbols, if the input is so large that the host's time
 does not matter (parts free memory earlier), and in checkpoints, whose policies name operators.
-So are those in programs for inference: the process that loads one does not know these keys.
+Programs that are exported for inference are traced stage by stage, too: the process that loads
+such a program does not know these keys.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def operator_key(values: int, parts: Sequence[Any], outputs: Sequence[int]) -> s
 
     Args:
         values: see `ChainOperator`.
-        parts: a tuple with the elements of a `PlacedPart` for each, facts as a tuple, too.
+        parts: for each part a tuple with the elements of its `PlacedPart`; facts are a tuple, too.
         outputs: see `ChainOperator`.
     """
     # A graph from a cache on disk must not find an operator that saves other tensors.
@@ -77,10 +78,10 @@ def chain_forward(
     """The forward of a chain; amaxes in `state` are raised (docs/adr/0003).
 
     Args:
-        key: of the operator.
+        key: key of the operator.
         inputs: the values that come in, and the parameters.
-        state: the memory of scaling state, forward and backward.
-        launch: False gives the shapes alone.
+        state: the memory of scaling state, see `ChainOperator.bound`.
+        launch: False returns tensors of the right shapes without computing anything.
 
     Returns:
         Results and saved tensors. None of them is an input, and no two share memory.
@@ -105,12 +106,13 @@ def chain_backward(
     """The backward of a chain; amaxes in `state` are raised.
 
     Args:
-        key: of the forward.
-        sizes: of all values that came in.
-        grads: of the results, contiguous.
-        saved: the inputs, and what the forward made; None for those that it does not read.
-        state: of the forward.
-        launch: False gives the shapes alone.
+        key: as in the forward.
+        sizes: the sizes of all values that came in, in one list.
+        grads: gradients of the results, contiguous.
+        saved: the inputs and the results of `chain_forward`; None for those that the backward does
+            not read.
+        state: as in the forward.
+        launch: False returns tensors of the right shapes without computing anything.
 
     Returns:
         Gradients, see `ChainOperator.backward`.

@@ -17,10 +17,12 @@ from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 
 
 class _Gathering(ListingFlow):
-    """Gathers what an operator of all parts takes. Dynamo traces this.
+    """Gathers the facts, parameters and scaling state of all parts, for one operator.
+
+    Dynamo traces this code.
 
     Args:
-        values: that come into the layer.
+        values: the values that come into the layer.
     """
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A layer's `data_flow`, and what runs it or lists its parts.
+"""The `data_flow` of a layer, and the classes that run it or list its parts.
 
 A layer defines in `data_flow` what it computes, once: it calls modules and runs parts. With `EAGER`
 these run one after the other, as in any PyTorch code. `ListingFlow`s collect the chains of all
@@ -19,7 +19,7 @@ _FORWARDS: dict[type, Any] = {}  # `forward` of each class that `joins_chains`
 
 
 def joins_chains(module: type[nn.Module]) -> type[nn.Module]:
-    """Let modules of this class (not of subclasses) run as a part of a larger chain, uncalled."""
+    """Let modules of this class run in a larger chain without being called; not of subclasses."""
     _FORWARDS[module] = module.forward
     return module
 
@@ -65,9 +65,13 @@ class Flow:
         return part(*arguments)
 
     def admit(self, condition: Callable[[str], bool]) -> None:
-        """Check a condition of a later part now, before the parts ahead of it are traced.
+        """Check a condition of a later part now, before the parts in front of it are traced.
 
-        In a flow for one operator there is no operator if it is False for the type of device.
+        A flow that gathers the parts of one operator gives up if the condition is False, and the
+        layer runs part by part. Other flows ignore the condition.
+
+        Args:
+            condition: takes the type of the device, such as `"cuda"`.
         """
 
 
@@ -79,13 +83,13 @@ class NotOneChain(Exception):
 
 
 class ListingFlow(Flow):
-    """Lists the parts of a `data_flow` without running them. Values are numbers.
+    """Lists the parts of a `data_flow` without running them. Numbers stand for the values.
 
     Args:
-        values: how many come into the layer; they have the first numbers.
+        values: number of values that come into the layer; they are numbered from 0.
 
     Attributes:
-        modules: that the `data_flow` calls.
+        modules: the modules that the `data_flow` calls.
     """
 
     def __init__(self, values: int) -> None:
@@ -130,11 +134,12 @@ class ListingFlow(Flow):
         """Add a part, and return the numbers of its results.
 
         Args:
-            part: with `chain` and `plan_call`.
-            inputs: the values that it reads.
-            likes: for each of them, a value that comes into the layer and has the same tokens.
-            arguments: further ones.
-            keywords: likewise.
+            part: a part or module, with `chain` and `plan_call`.
+            inputs: numbers of the values that the part reads.
+            likes: for each of them, the value that comes into the layer and holds the same tokens,
+                those of all ranks or of this rank.
+            arguments: further positional arguments.
+            keywords: keyword arguments.
         """
         raise NotImplementedError
 

@@ -30,12 +30,12 @@ class _Member(NamedTuple):
     """A part or module of a fused layer.
 
     Attributes:
-        part: with `chain` and `plan_call`.
+        part: the part or module, with `chain` and `plan_call`.
         inputs: numbers of the values that it reads.
         outputs: numbers of the values that it makes.
-        likes: for each input, the number of a tensor of `FusedLayer.likes`.
+        likes: for each input, an index into `FusedLayer.likes`.
         arguments: further positional arguments, some of them `_Argument`.
-        keywords: keyword arguments, likewise.
+        keywords: keyword arguments, some of them `_Argument`.
     """
 
     part: Any
@@ -89,7 +89,7 @@ class _Listing(ListingFlow):
 
 
 def _with_tokens(x: torch.Tensor, ratio: Fraction | int) -> torch.Tensor:
-    """A tensor of one element in memory, like `x`, with this multiple of its tokens."""
+    """A tensor like `x` with `ratio` times as many tokens. All share the memory of one element."""
     if ratio == 1:
         return x
     return x.new_empty_strided((int(x.shape[0] * ratio), *x.shape[1:]), (0,) * x.dim())
@@ -103,14 +103,14 @@ class FusedLayer:
     """A layer as one chain, for calls with the same arguments.
 
     Args:
-        layer: with a `data_flow`.
+        layer: the layer, with a `data_flow`.
         values: names of the values that come in.
-        groups: arguments of one of these calls; the names count, not the values.
+        groups: arguments of one of these calls; only their names matter here.
 
     Attributes:
-        chain: of the whole layer; None if it has none.
-        likes: tensors that parts are planned with: for each, the number of a value that comes in,
-            and the ratio of its tokens to those of that value.
+        chain: the chain of the whole layer; None if the layer cannot be one chain.
+        likes: describes the tensors with which parts are planned. Each entry has the number of a
+            value that comes in, and how many times as many tokens the tensor has.
     """
 
     def __init__(self, layer: Any, values: Sequence[str], groups: Arguments) -> None:

@@ -1,7 +1,8 @@
 """The three GEMMs of a Linear: three formulas, three functions.
 
-Each takes its sides of two `Operands`. Both sides are plain or both are FP8; anything else is an
-error that names the layer and the GEMM. Every call is counted for `gemm_report`.
+Each function takes one side, row-wise or column-wise, of two `Operands`. Both sides are plain or
+both are FP8; anything else is an error that names the layer and the GEMM. Every call is counted for
+`gemm_report`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def dgrad(
     layer: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`dx[M, K] = dy[M, N] . weight[N, K]`, see `fprop`; an FP8 weight is given transposed."""
+    """`dx[M, K] = dy[M, N] . weight[N, K]`, see `fprop`; an FP8 weight is passed transposed."""
     name = _TRACED if torch.compiler.is_compiling() else layer
     fp8 = _count(name, "dgrad", grad_output, weight)
     return _product((grad_output, weight), dtype, (False, not fp8), fast_accumulation, out)
@@ -107,8 +108,8 @@ class WgradTarget(NamedTuple):
     """Where a weight gradient goes: into a new tensor, or into `main_grad`.
 
     Attributes:
-        dtype: of the new tensor; None for the dtype of the operands.
-        main_grad: None for a new tensor.
+        dtype: dtype of the new tensor; None for the dtype of the operands.
+        main_grad: the existing tensor that the gradient goes into; None for a new tensor.
         accumulate: add to what is in `main_grad`.
         has_placeholder: autograd gets a placeholder for a gradient that went into `main_grad`, so
             that hooks of data-parallel trainers run.
@@ -153,11 +154,12 @@ def main_grad_target(
             `grad_added_to_main_grad` is set to True if there is one.
         overwrite: do not add to what is in `main_grad`.
         layer: for messages.
-        operands: dtype of a product in high precision, which a GEMM adds.
+        operands: dtype of the operands of a GEMM in high precision, which itself adds to
+            `main_grad`; None for FP8 operands.
 
     Raises:
-        ValueError: there is none, or one of another shape.
-        TypeError: no GEMM adds the product to its dtype.
+        ValueError: the weight has no `main_grad`, or one of another shape.
+        TypeError: no GEMM can add its product to a `main_grad` of this dtype.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -192,7 +194,7 @@ def wgrad(
 ) -> torch.Tensor | None:
     """`dw[N, K] = dy[M, N]^T . x[M, K]`; FP8 sides are the transposes `[N, M]` and `[K, M]`.
 
-    None where it went into `main_grad`.
+    Returns None if the gradient went into `main_grad`.
     """
     name = _TRACED if torch.compiler.is_compiling() else layer
     fp8 = _count(name, "wgrad", grad_output, x)
@@ -200,7 +202,7 @@ def wgrad(
     out, accumulate = target.main_grad, target.accumulate
     dtype = target.dtype
     if out is None and not (fp8 or dtype is None or dtype is x.dtype):  # type: ignore[union-attr]
-        dtype = torch.float32  # a product has the dtype of its operands, or this
+        dtype = torch.float32  # a plain product has the dtype of its operands, or fp32
     made = _product(sides, dtype, transposed, fast_accumulation, out, accumulate)
     return cast(made, target.dtype or made.dtype) if out is None else None
 

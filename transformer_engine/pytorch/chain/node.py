@@ -18,7 +18,7 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
     """Run a chain forward, recorded by autograd where a gradient is wanted.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         step: the autocast step that ends with the backward of this call, or None.
         inputs: the values that come in, then all parameters.
 
@@ -88,7 +88,7 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
     try:
         found = segments.backward(plan, contiguous, tensors, traces, targets)
     except RuntimeError:
-        if not plan.compiling:  # a batch of backwards costs others no check
+        if not plan.compiling:  # a backward under vmap is looked for only after an error
             _torch_private.refuse_other_caller(plan.chain.layer, grads)
         raise
     for i, target in targets.items():
@@ -101,7 +101,7 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
 
 
 def _readable(x: torch.Tensor, compiling: bool) -> torch.Tensor:
-    """A contiguous tensor without a lazy sign; compilers resolve the sign themselves."""
+    """`x` made contiguous, its negative bit resolved; compilers resolve that bit themselves."""
     ordered = x if x.is_contiguous() else x.contiguous()
     return ordered if compiling or not ordered.is_neg() else ordered.resolve_neg()
 

@@ -1,9 +1,9 @@
 """How an operator returns the tensors that its backward reads, although they may share memory.
 
 An operator may not return two tensors in the same memory. So it returns all saved tensors as one
-slab: that of the recording, or a copy if the call ran stage by stage. If a call has several
-recordings, with collectives between them, it returns each memory separately: as a tensor if the
-backward reads it only as that tensor, else as bytes.
+slab of bytes: that of the recording, or a copy if the call ran stage by stage. If a call has
+several recordings, with collectives between them, it returns each storage separately: as a tensor
+if the backward reads the storage only as that tensor, else as bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.kernels.memory import aligned
 
 
 class Reading(NamedTuple):
-    """A tensor in some memory; the offset is in bytes."""
+    """A view of a storage; the offset is in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -27,16 +27,16 @@ class Reading(NamedTuple):
     dtype: torch.dtype
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tensor, in memory that `whole` fills."""
+        """The view, taken of the memory that begins with the first element of `whole`."""
         typed = whole if whole.dtype is self.dtype else whole.view(self.dtype)
         first = typed.storage_offset() + self.offset // typed.itemsize
         return typed.as_strided(self.shape, self.strides, first)
 
 
 def reading_of(x: torch.Tensor, start: int = 0) -> Reading:
-    """How `x` reads its memory from byte `start` on."""
+    """The view of its storage that `x` is; offsets are counted from byte `start`."""
     offset = int(x.storage_offset()) * x.itemsize - start
-    # A size that was a symbol has no hash, even if it is a number now.
+    # A SymInt has no hash, even if it stands for a constant by now.
     shape, strides = ([int(n) for n in sizes] for sizes in (x.shape, x.stride()))
     return Reading(offset, tuple(shape), tuple(strides), x.dtype)
 
@@ -45,15 +45,15 @@ class Source(NamedTuple):
     """Where the backward operator finds a saved tensor.
 
     Attributes:
-        number: among the inputs and the results of the forward operator.
-        reading: of it; None for the tensor itself.
+        number: index of a tensor in the list of the inputs and the results of the forward operator.
+        reading: the view of that tensor; None for the tensor itself.
     """
 
     number: int
     reading: Reading | None
 
     def of(self, known: Sequence[Any]) -> torch.Tensor:
-        """The tensor."""
+        """The saved tensor; `known` is that list."""
         whole: torch.Tensor = known[self.number]
         return whole if self.reading is None else self.reading.within(whole)
 
@@ -62,25 +62,26 @@ class Pick(NamedTuple):
     """A result of the forward operator.
 
     Attributes:
-        number: of a tensor that the call made or saved.
-        reading: of it; None for the tensor itself.
+        number: index of a tensor in the list of tensors that the call made or saved.
+        reading: a view of the storage of that tensor; None for the tensor itself.
     """
 
     number: int
     reading: Reading | None
 
     def of(self, made: Sequence[Any]) -> torch.Tensor:
-        """The result."""
+        """The result; `made` is that list."""
         x: torch.Tensor = made[self.number]
         return x if self.reading is None else self.reading.within(_bytes_of(x))
 
 
 class Slab(NamedTuple):
-    """A result of the forward operator: all memories that the call has saved.
+    """A result of the forward operator: the bytes of all storages that the call has saved.
 
     Attributes:
-        parts: for each memory the number of a tensor in it, and where the memory begins.
-        size: in bytes.
+        parts: for each storage, the index of a tensor in it (see `Pick`), and the byte of the slab
+            at which the storage begins.
+        size: size of the slab in bytes.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -105,13 +106,13 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 class Places(NamedTuple):
-    """What an operator returns, and where its backward finds what is read.
+    """What the forward operator returns, and where the backward operator finds saved tensors.
 
     Attributes:
-        results: of each result of the chain, the number of an input, or of a result of the operator
-            behind the inputs.
-        picks: the results of the operator.
-        sources: of each saved tensor; None for None.
+        results: for each result of the chain, its index in the list of the inputs and the results
+            of the forward operator.
+        picks: the results of the forward operator.
+        sources: for each saved tensor, where it is found; None for an entry that is None.
     """
 
     results: Sequence[int]
@@ -128,10 +129,11 @@ def places_of(
     """The `Places` of a call.
 
     Args:
-        inputs: of the operator; entries may be None, here and below.
-        results: of the chain.
-        saved: tensors or whole buffers.
-        readings: for each of them, in which ways backward reads it; None for one slab.
+        inputs: the inputs of the operator; entries may be None, here and below.
+        results: the results of the chain.
+        saved: the saved tensors, or whole buffers that contain them.
+        readings: for each entry of `saved`, the views that the backward reads; None to return one
+            slab.
     """
     known: dict[int, tuple[int, torch.Tensor]] = {}  # memory of inputs and results
     for number, x in enumerate(inputs):
@@ -167,13 +169,13 @@ def places_of(
 def _in_a_slab(
     saved: Sequence[Any], fresh: Sequence[int], made: int, count: int
 ) -> tuple[list[Slab], list[Source]]:
-    """One result for all fresh memories, in the order in which a recording places them.
+    """One result for all new storages, in the order in which a recording places them.
 
     Args:
         saved: see `places_of`.
-        fresh: numbers of those that are in the memory of no input and no result.
-        made: the number of `saved[0]` among what the call has made and saved.
-        count: the number of the result.
+        fresh: indices of the saved tensors that share no storage with an input or a result.
+        made: the index of `saved[0]` in the list of tensors that the call made or saved.
+        count: the index of the new result in the list of the inputs and results of the operator.
     """
     starts: dict[int, int] = {}
     parts, size = list[tuple[int, int]](), 0
@@ -193,7 +195,7 @@ def _in_a_slab(
 def _apart(
     saved: Sequence[Any], fresh: Sequence[int], made: int, count: int, readings: Sequence[Any]
 ) -> tuple[list[Pick], list[Source]]:
-    """A result for each fresh memory; for the arguments see `_in_a_slab` and `places_of`."""
+    """A result for each new storage; for the arguments see `_in_a_slab` and `places_of`."""
     ways: dict[int, dict[Reading, None]] = {}
     for i in fresh:
         ways.setdefault(memory_of(saved[i]), {}).update(dict.fromkeys(readings[i]))
@@ -212,7 +214,7 @@ def _apart(
 
 
 def _only_reading(x: torch.Tensor, ways: Iterable[Reading]) -> Reading | None:
-    """The way in which all of the memory of `x` is read; None if there are several ways."""
+    """The view through which the whole storage of `x` is read; None if any other view is read."""
     first, *others = ways
     size = first.dtype.itemsize
     for n in first.shape:
@@ -222,7 +224,7 @@ def _only_reading(x: torch.Tensor, ways: Iterable[Reading]) -> Reading | None:
 
 
 def _is_same(x: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether two tensors in one memory are equal; sizes may be symbols."""
+    """Whether two tensors with one storage are the same view of it; sizes may be symbols."""
     if x is whole:
         return True
     alike = x.dtype is whole.dtype and x.shape == whole.shape and x.stride() == whole.stride()
@@ -230,7 +232,7 @@ def _is_same(x: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _pick(number: int, x: torch.Tensor, only: Reading | None) -> Pick:
-    """The result that stands for the memory of `x`."""
+    """The result that returns the storage of `x`."""
     if only is None:
         size = x.untyped_storage().nbytes()
         return Pick(number, Reading(0, (size,), (1,), torch.uint8))

@@ -28,12 +28,12 @@ class RecordedParamGradTask(ParamGradTask):
     """`ParamGradTask` of the first step of a segment whose forward ran from a recording.
 
     Args:
-        segment: with `overlaps`.
-        plan: of the call.
+        segment: a segment whose `overlaps` is set.
+        plan: the plan of the call.
         grads: gradients of all values.
         carry: returned by `backward_data` of the step.
-        buffers: saved by the forward of the segment; at least what the step reads.
-        targets: of weight gradients.
+        buffers: buffers that the forward of the segment saved: at least those that the step reads.
+        targets: targets of weight gradients.
         regathered: the segment's input, see `Stage.regather`; it may be pending.
     """
 
@@ -111,15 +111,15 @@ def overlapped_backward(
     targets: Targets,
     regathered: Any,
 ) -> ParamGradTask | None:
-    """The backward of a segment with `overlaps`, but for the parameters of its first step.
+    """Run the backward of a segment with `overlaps`, without the first step's parameter gradients.
 
     Args:
-        segment: whose forward ran from a recording.
-        plan: of the call.
+        segment: the segment, whose forward ran from a recording.
+        plan: the plan of the call.
         grads: gradients of all values, to which the results are added.
         made: gradients of the values that the segment made.
-        buffers: saved by its forward.
-        targets: of weight gradients.
+        buffers: the buffers that the forward of the segment saved.
+        targets: targets of weight gradients.
         regathered: the segment's input, see `Stage.regather`; it may be pending.
 
     Returns:

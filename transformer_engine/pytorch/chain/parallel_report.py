@@ -16,11 +16,11 @@ class Sent(NamedTuple):
     """A kind of collective.
 
     Attributes:
-        layer: whose it is.
+        layer: name of the layer that calls it.
         collective: `all-reduce`, `all-gather` or `reduce-scatter`.
         direction: `forward` or `backward`.
-        kind: `fp8`, or the dtype of what moves.
-        overlapped: a GEMM runs meanwhile.
+        kind: `fp8`, or the dtype of the tensor that is sent.
+        overlapped: a GEMM runs at the same time.
     """
 
     layer: str
@@ -42,7 +42,7 @@ class ParallelReport:
 
     Attributes:
         counts: calls, and bytes that this rank brought to them, by kind.
-        asked: which collectives the `ub_*` arguments ask to overlap, for layers that have run.
+        asked: for each layer that has run, which collectives its `ub_*` arguments ask to overlap.
 
     >>> sent = Sent("fc1", "all-gather", "forward", "fp8", overlapped=False)
     >>> ParallelReport({sent: (1, 4096)}).bytes("fp8")
@@ -53,7 +53,7 @@ class ParallelReport:
     asked: dict[str, Overlap] = field(default_factory=dict)
 
     def bytes(self, kind: str | None = None) -> int:
-        """How many moved as `fp8`, `bfloat16`, ..., or in all."""
+        """The number of bytes sent as `fp8`, `bfloat16`, ..., or in all."""
         return sum(size for sent, (_, size) in self.counts.items() if kind in (None, sent.kind))
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ class Incoming(NamedTuple):
         likes: for each value a tensor of its device, dtype and sizes; the last size may differ.
         needs: for each value whether it needs a gradient.
         records: gradients are enabled.
-        in_operator: an operator of compiled code runs the call; its plan is facts alone.
+        in_operator: an operator of compiled code runs the call; its stages make no plans here.
     """
 
     likes: tuple[torch.Tensor, ...]
@@ -54,7 +54,7 @@ class Part:
     """Runs a chain on values, like a module, but without hooks, name or parameters of its own.
 
     Args:
-        chain: its stages read `CallPlan.options`.
+        chain: the chain; its stages read their settings from `CallPlan.options`.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -75,8 +75,8 @@ class Part:
         """The plan of a call with these parameters and options.
 
         Args:
-            values: of the call.
-            parameters: of the chain.
+            values: the values that come into the call.
+            parameters: the parameters of the chain.
             options: hashable, see `CallPlan.options`.
             needs: see `CallPlan`; None to take them from values and parameters.
         """

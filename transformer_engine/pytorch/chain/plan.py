@@ -17,9 +17,10 @@ class CallPlan:
     """The facts of a call of a chain. They seldom change, so modules cache their plans.
 
     Args:
-        dtype: of activations.
-        needs: whether a gradient is wanted, of each value that comes in and of each parameter.
-        quantizers: of each Matmul in order.
+        dtype: dtype of activations.
+        needs: for each value that comes in, then for each parameter: whether its gradient is
+            wanted.
+        quantizers: the quantizers of each Matmul, in order.
         first_microbatch: the caller's `is_first_microbatch`.
 
     Attributes:
@@ -31,21 +32,22 @@ class CallPlan:
         is_recompute: the call is the recompute of an earlier one (see `recompute`).
         recompute_plan: the plan of the recomputes of this plan's calls.
         recompute_scales: in the plan of recomputes, memory for the scales of the first forward.
-        columns: of the module's scaling state, which hold the scales of its casts.
+        columns: the columns of the module's scaling state with the scales of its casts.
         options: further settings that stages of this chain read.
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
-        operator: in compiled code the key of the operator that runs the call; else empty.
+        operator: the key of the operator that runs the call in compiled code; else empty.
         facts: in the plan of an operator, the elements of `PartFacts`; else None.
         cse_barrier: an empty tensor that kernels of the forward take as an argument, so that a
             compiler does not merge them with equal kernels of another call; None if it may.
         state: in the plan of an operator, the memory of scaling state, or stand-ins for it.
-        bind: makes the same plan with other scaling state in place of the stand-ins.
-        stage_plans: of each stage.
+        bind: a function that makes the same plan with other scaling state in place of the
+            stand-ins; or None.
+        stage_plans: the plan of each stage.
         differentiable: for each stage, whether it has a gradient to compute.
         recordings: segments by shapes of the inputs; None if calls are not recorded.
-        joins: collectives may be recorded together with the stages around them; no longer once such
-            a recording was refused.
+        joins: collectives may be recorded together with the stages around them; False once such a
+            recording was refused.
         outgrew_slabs: a segment needs too much memory for slabs.
         recorded: in the last forward every segment that can be recorded ran from its recording.
         inspect_at: the tick of the inspector from which on it may inspect the call.
@@ -103,7 +105,7 @@ class CallPlan:
         self.recompute_scales: torch.Tensor | None = None
         self.columns: Any = None
         self.options: Any = None
-        self.chain: Any = None  # that prepared it
+        self.chain: Any = None  # the chain that prepared the plan
         self.stage_plans: Sequence[Any] = ()
         self.differentiable: Sequence[bool] = ()
         self.compiling = False
@@ -147,7 +149,7 @@ class CallPlan:
 
 
 def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
-    """`CallPlan.needs` of a chain of one value, where autograd records."""
+    """`CallPlan.needs` of a chain with one input, for a call that autograd records."""
     return (input_needs, *[p is not None and p.requires_grad for p in parameters])
 
 
@@ -155,9 +157,9 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
     """The plan of a chain, from the plans of its parts.
 
     Args:
-        chain: of all stages.
-        plans: of the parts, in order.
-        needs: whether a gradient is wanted, of each value that comes in.
+        chain: the chain with the stages of all parts.
+        plans: the plans of the parts, in order.
+        needs: for each value that comes in, whether its gradient is wanted.
     """
     joined = CallPlan(plans[0].dtype, needs)
     joined.chain = chain
@@ -178,7 +180,7 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
 
 
 class _EmptyInCopies:
-    """Base of containers whose copies are empty, also those of attributes one by one.
+    """Base of containers whose copies are empty, even where attributes are copied one by one.
 
     `torch.nn.utils.parametrize` makes such copies.
     """

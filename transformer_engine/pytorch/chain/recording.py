@@ -11,13 +11,14 @@ in this order,
     one slab for what backward will read,
     all other tensors: results, and all that is in no slab.
 
-Slabs save the host time. Where memory counts there are none: each tensor is allocated before the
-first call that uses it, and dropped behind the last one.
+Slabs save host time, because one allocation serves many tensors. If memory matters more than host
+time, there are no slabs: each tensor is allocated before the first call that uses it, and freed
+after the last one.
 
-Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. An
-address in any other memory refuses the recording, and so does Python that does more than allocate,
-make views and call `_C`. Stand-ins are CPU tensors that are never read or written, so they take
-address space but no memory.
+Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. If a
+call uses an address in any other memory, the recording is refused; it is also refused if Python
+does more than allocate, make views and call `_C`. Stand-ins are CPU tensors that are never read or
+written, so they take address space but no memory.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Recorded(NamedTuple):
         results: slices of what Python returned.
         saved: slices of what it saved for the backward.
         gemms: the GEMMs of a call, for `gemm_report`.
-        sent: its collectives, for `parallel_report`; None if there are none.
-        bytes: of the memory that a call allocates, all together.
+        sent: the collectives of a call, for `parallel_report`; None if there are none.
+        bytes: how many bytes a call allocates in all.
     """
 
     run: Callable[[list[torch.Tensor | None]], Any]
@@ -106,18 +107,18 @@ class Recorded(NamedTuple):
     bytes: int
 
     def count_call(self) -> None:
-        """Count what a call does."""
+        """Add the GEMMs and collectives of one call to the reports."""
         self.gemms.add()
         if self.sent is not None:
             self.sent.add()
 
 
 class Slabs(NamedTuple):
-    """Which tensors of a call are slices of one buffer.
+    """Which slabs a call has: one buffer for all tensors of a kind.
 
     Attributes:
-        scratch: those that nobody reads after the call.
-        saved: those that backward will read.
+        scratch: a slab for the tensors that nobody reads after the call.
+        saved: a slab for the tensors that the backward will read.
     """
 
     scratch: bool = True
@@ -131,8 +132,9 @@ def slabs_of(large: bool, apart: bool) -> Slabs:
     """The slabs of a segment.
 
     Args:
-        large: memory counts more than the host's time.
-        apart: an operator of several recordings, see `operator_memory`.
+        large: memory matters more than host time.
+        apart: the segment is one of several recordings of an operator, which must return saved
+            tensors separately; see `operator_memory`.
     """
     return Slabs(scratch=not large, saved=not (large or apart))
 
@@ -191,7 +193,7 @@ def record(
         persistent: tensors that outlive the call, and that `python` may read and write. The
             recording holds them.
         python: returns two lists: results, and what backward will read. Entries may be None.
-        slabs: which there are.
+        slabs: which slabs the recording uses.
 
     Returns:
         What was recorded, or the reason why it cannot be recorded.
@@ -230,7 +232,7 @@ def record(
 
 
 class _BufferPlan:
-    """Gives every tensor that was recorded a place: a slot and an offset."""
+    """Gives every tensor of a recording a place: a slot and an offset."""
 
     def __init__(self, known: Buffers, allocated: list[torch.Tensor], recorder: Any) -> None:
         self.calls = recorder.addresses()

@@ -1,13 +1,14 @@
 """Decides whether a layer runs as one node of autograd's graph, or as one node for each part.
 
-If nobody observes a part and the time of the call is host time, the stages of all parts are one
-chain, run as one node (`fused_layer.py`). A layer runs part by part where
+If nobody observes a part, and the host rather than the GPU determines the time of the call, the
+stages of all parts are one chain that runs as one node (`fused_layer.py`). A layer runs part by
+part if one of these conditions holds:
 
     functorch transforms the call, or it is exported for inference;
-    the first input is too large to be `is_host_bound`: parts free memory earlier;
+    the first input is too large for `is_host_bound`: parts free memory earlier;
     somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
         replaced on the object or its class, a compiled module, parametrisation, another class;
-    somebody waits for the gradient of a parameter: a hook on it;
+    a parameter has a hook, so that somebody waits for its gradient;
     saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
     torch.autocast is on;
     a part has no chain for its arguments: a cache of keys and values, recomputation, a bias that
@@ -55,8 +56,8 @@ def run_layer(
     """Run a layer's `data_flow`, as one node of autograd's graph or part by part.
 
     Args:
-        layer: to run.
-        names: of the values, for errors.
+        layer: the layer to run.
+        names: names of the values, for errors.
         values: the values that come in.
         groups: further arguments by name, those that differ from their defaults.
     """

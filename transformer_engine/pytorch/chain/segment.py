@@ -64,12 +64,12 @@ class Segment:
         start: the first step.
         stop: the step behind the last one.
         recordable: its stages do nothing but allocate and call `_C`.
-        large: memory counts more than the host's time: tensors share no slabs.
+        large: memory matters more than host time: tensors share no slabs.
 
     Attributes:
-        joined: it may be recorded, collectives included.
-        reads: the values that it reads and does not make; of a whole chain all of its inputs.
-        makes: the values that it makes and others read; of a whole chain what it returns.
+        joined: it is recordable and contains collectives.
+        reads: the values that it reads and does not make; for a whole chain, all inputs.
+        makes: the values that it makes and others read; for a whole chain, all outputs.
         parameters: the numbers of its parameters.
         last_reads: the values that no later segment reads.
         overlaps: the gradients of the first step's parameters are a task of their own
@@ -153,7 +153,7 @@ class Segment:
 
     def _persistent_tensors(self, plan: CallPlan) -> list[torch.Tensor]:
         """Scaling state and caches of its stages."""
-        # A norm may cast for a Matmul of the same part in another segment, with its scales.
+        # A norm may cast for a Matmul of its part in another segment, with that Matmul's scales.
         first = max([start for start, _ in plan.chain.parts if start <= self.start])
         own = range(first, min([stop for _, stop in plan.chain.parts if stop >= self.stop]))
         steps, plans = plan.chain.steps, plan.stage_plans
@@ -222,7 +222,7 @@ class Segment:
         if isinstance(recorded, str):
             plan.joins &= not self.joined
         elif self._slabs.saved and recorded.bytes > _MOST_BYTES:
-            plan.outgrew_slabs = self.outgrew_slabs = True  # later calls have segments without
+            plan.outgrew_slabs = self.outgrew_slabs = True  # later calls use segments without slabs
             return "it needs too much memory in slabs"
         return recorded
 
@@ -276,9 +276,9 @@ class Segment:
         Args:
             plan: of the forward.
             grads: gradients of the values that the segment made.
-            buffers: saved by the forward. The list is emptied; with `overlaps` what the task of the
-                first step reads stays. A tensor is freed when its last reader has run.
-            targets: of weight gradients.
+            buffers: saved by the forward. The list is emptied, except (with `overlaps`) for buffers
+                that the first step's task reads. A tensor is freed when its last reader has run.
+            targets: targets of weight gradients.
             state: see `forward`.
 
         Returns:

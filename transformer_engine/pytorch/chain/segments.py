@@ -90,9 +90,9 @@ def backward(
         plan: of the forward.
         grad_outputs: gradients of what the chain returned, contiguous.
         tensors: saved by the forward. The list is emptied, which frees memory after each segment.
-        traces: of the forward.
-        targets: of weight gradients.
-        state: of the forward.
+        traces: the traces of the forward.
+        targets: targets of weight gradients.
+        state: as in the forward.
     """
     chain = plan.chain
     only = traces[0].segment if len(traces) == 1 and traces[0].stages is None else None
@@ -167,7 +167,7 @@ def _run_backward(
 def _record_of(
     tensors: Tensors, stages: Sequence[tuple[int, Any]], first: int, targets: Targets
 ) -> list[Saved]:
-    """What each stage saved, from the tensors of all stages."""
+    """What each stage saved, cut out of the list of the tensors of all stages."""
     start, record = 0, []
     for i, (count, facts) in enumerate(stages, first):
         record.append(Saved(tuple(tensors[start : start + count]), facts, targets.get(i)))
@@ -199,7 +199,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     elif plan.outgrew_slabs or not plan.joins:
         outgrew = any([segment.outgrew_slabs for segment in found])
         if outgrew or (not plan.joins and any([segment.joined for segment in found])):
-            # Ranks need not agree on this: the order of their collectives stays.
+            # Ranks may differ here: the order of their collectives does not depend on segments.
             found = recordings[key] = _segments(plan, True, first, outgrew)
     return found
 
@@ -212,7 +212,7 @@ def _segments(
     steps, segments, large = _recordable_steps(plan), [], large or not is_host_bound(first)
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
-    # Operands are made by the stage before, with Python where a GEMM cannot be recorded.
+    # No cut before a GEMM that cannot be recorded: the stage before it makes operands in Python.
     cuts = {i for i in delayed if steps[i]}
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
     if recorded and plan.joins and not delayed:
@@ -236,7 +236,7 @@ def _segments(
 
 
 def _by_ranks(steps: Sequence[ChainStep], collective: Collection[int]) -> Iterator[int]:
-    """The GEMMs next to collectives that pass in parts: they read or make rows rank by rank."""
+    """Yields the GEMMs that read or make rows rank by rank, beside a collective in parts."""
     for i in collective:
         if steps[i].stage.in_parts:
             for neighbour in (steps[i].producer, steps[i].consumer):
@@ -247,7 +247,7 @@ def _by_ranks(steps: Sequence[ChainStep], collective: Collection[int]) -> Iterat
 def _pieces(
     parts: Sequence[tuple[int, int]], collective: Collection[int], delayed: Collection[int]
 ) -> Iterator[tuple[int, int]]:
-    """Parts, cut before and behind each collective, and before stages that delay gradients."""
+    """Yields the parts, cut before and after collectives and before stages that delay gradients."""
     for start, stop in parts:
         cuts = {start, stop} | {i for i in delayed if start <= i < stop}
         for i in collective:

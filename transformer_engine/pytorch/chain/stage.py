@@ -28,7 +28,7 @@ Recomputes: TypeAlias = Literal["nothing", "values", "operands"]
 
 
 class ResultRequest(NamedTuple):
-    """What a stage computes in its backward, if the next one has not saved its input.
+    """The result that a stage computes again in its backward, if the next stage has not saved it.
 
     Attributes:
         scales: fp32 `[2]`, {1/scale, scale} of transposed codes; None for the plain result.
@@ -69,7 +69,7 @@ class Stage:
     Attributes:
         label: name in the printed data flow.
         results: names of the values that it makes.
-        parameter_count: how many tensors it reads beside values.
+        parameter_count: number of its parameters: the tensors that it reads beside values.
         draws: its last parameter is a seed, which is drawn for each call that passes None.
         multiplies: it is a `Matmul`.
         takes_pending: its inputs, and gradients of its results, may be `Pending`.
@@ -81,7 +81,7 @@ class Stage:
         communicates: it is a collective, and a segment by itself, unless it `joins` others. Its
             results and gradients may be `Pending`; while its backward runs, the parameter gradients
             of its consumer are computed.
-        in_parts: it is a collective that passes large tensors rank by rank.
+        in_parts: it is a collective that transfers large tensors rank by rank.
         token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
         passes_requests: its result is its input, so it hands the request of its consumer on.
@@ -115,7 +115,7 @@ class Stage:
         return sorted((k, v) for k, v in vars(self).items() if k not in self.not_settings)
 
     def described(self, plan: Any) -> str:
-        """What it computes in a call, which must be equal on all ranks of a layer."""
+        """A text that says what it computes in a call, which must be equal on all ranks."""
         plain = [
             f"{name}={value}"
             for name, value in self.settings()
@@ -139,8 +139,9 @@ class Stage:
 
         Args:
             described: returned by `describe_options`.
-            shapes: for each value that comes into the part, one with the same tokens.
-            state: scaling state of the call; None without any.
+            shapes: for each value that comes into the part, the shape of a value with as many
+                tokens.
+            state: scaling state of the call; None if there is none.
         """
         return described[0]
 
@@ -149,9 +150,10 @@ class Stage:
         return call
 
     def recomputes(self) -> Recomputes:
-        """What `backward_data` can compute of the first result; its reader need not save that.
+        """In which forms `backward_data` can compute the first result again.
 
-        Only its values, or also transposed codes; `Saved.result_request` says which are needed.
+        The next stage then need not save it. `"values"`: only the plain result. `"operands"`: also
+        its transposed codes. `Saved.result_request` says which form is needed.
         """
         return "nothing"
 

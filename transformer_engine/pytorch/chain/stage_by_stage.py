@@ -24,9 +24,9 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
     """Run some steps of a plan's chain, stage by stage, without autograd.
 
     Args:
-        plan: of the call.
-        values: of the chain, parameters included. Results and new seeds are added to it, and a
-            value is removed after its last reader has run.
+        plan: the plan of the call.
+        values: the values of the chain, parameters included. Results and new seeds are added to
+            the list, and a value is removed after its last reader has run.
         start: the first step.
         stop: the step behind the last one.
 
@@ -60,7 +60,7 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
         inputs.clear()
         for v, result in zip(step.outputs, results, strict=True):
             values[v] = result.cast() if isinstance(result, PendingCast) else result
-        del results, result  # the plain values of what was cast
+        del results, result  # frees the plain tensors that were cast
         record.append(saved)
     return record
 
@@ -80,7 +80,7 @@ class ParamGradTask:
         grads: gradients of all values, which `finish` adds to.
         number: of the step.
         carry: returned by `backward_data` of the step.
-        saved: by its forward.
+        saved: what the forward of the step saved.
         input_again: see `Saved`; it may be pending.
     """
 
@@ -130,7 +130,7 @@ def run_backward(
 
     Args:
         plan: of the forward.
-        grads: gradients of all values, parameters included. The steps add theirs to it.
+        grads: gradients of all values, parameters included. The steps add their gradients to it.
         record: what the steps saved. It is emptied, which frees memory after each stage.
         start: the first step.
         stop: the step behind the last one.

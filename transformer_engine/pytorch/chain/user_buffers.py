@@ -23,7 +23,7 @@ from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """What moves: values of activations, or their FP8 codes.
+    """What collectives send: activations in high precision, or their FP8 codes.
 
     >>> [mode.name for mode in UserBufferQuantizationMode]
     ['NONE', 'FP8']
@@ -39,7 +39,7 @@ class UserBuffers:
 
     Attributes:
         tp_size: how many ranks share a layer.
-        layers: what layers that have run ask for.
+        layers: for each layer that has run, the collectives that it asks to overlap.
     """
 
     tp_size: int
@@ -82,19 +82,21 @@ def initialize_ub(
     Call it on all ranks, after `init_process_group` and before the first forward of such layers.
 
     Args:
-        shape: of the largest tensor that moves: `[tokens of all ranks, features]`.
+        shape: shape of the largest tensor that is sent: `[tokens of all ranks, features]`.
         tp_size: how many ranks share a layer.
-        use_fp8: FP8 codes move, too; `quantization_modes` says the same.
-        quantization_modes: what moves, a list of `UserBufferQuantizationMode`.
-        dtype: fp32, fp16 or bf16, of what moves otherwise.
+        use_fp8: FP8 codes are sent, too; `quantization_modes` says the same.
+        quantization_modes: what is sent, a list of `UserBufferQuantizationMode`.
+        dtype: fp32, fp16 or bf16: the dtype of tensors that are not sent as FP8 codes.
         ub_cfgs: settings of single collectives, by `<part>_<gemm>` (`qkv`, `proj`, `fc1`, `fc2`;
             `fprop`, `dgrad`, `wgrad`); or a list of such mappings, one for each mode. They are
-            checked, and tune nothing here.
-        bootstrap_backend: `nccl`, `gloo`, `mpi` or None: the group of the layers is used anyway.
+            checked, but have no effect.
+        bootstrap_backend: `nccl`, `gloo`, `mpi` or None. It is checked, but has no effect:
+            collectives use the process group of the layers.
         with_cublasmp: without effect.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised; buffers are there already.
+        RuntimeError: torch.distributed is not initialised; or `initialize_ub` was called before,
+            without `destroy_ub`.
         ValueError: invalid sizes, modes or settings.
         TypeError: arguments of other types.
 
@@ -134,7 +136,7 @@ def initialize_ub(
 
 
 def destroy_ub() -> None:
-    """Undo `initialize_ub`; does nothing where that was not called.
+    """Undo `initialize_ub`; does nothing if that was not called.
 
     >>> destroy_ub()
     """

@@ -31,8 +31,8 @@ def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> di
     """The parameters of steps whose weights have been cast, by the number of the step.
 
     Args:
-        plan: of the call.
-        values: of the chain, parameters included.
+        plan: the plan of the call.
+        values: the values of the chain, parameters included.
         start: the first step.
         stop: the step behind the last one.
     """

@@ -1,4 +1,4 @@
-"""Stages, the parts that every module is a list of."""
+"""Stages: the norms, GEMMs and activations of which every module is a list."""
 
 from transformer_engine.pytorch.chain.stage import Saved, Stage
 from transformer_engine.pytorch.chain.stages.activation import Activation

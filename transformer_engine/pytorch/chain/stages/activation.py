@@ -33,7 +33,7 @@ _PLAIN = ResultRequest(None, E4M3, False)
 
 
 class Activation(Stage):
-    """No learned parameters; `kind` and `numbers` are those of `kernels.activation`."""
+    """An activation, without learned parameters; see `kernels.activation` for its arguments."""
 
     label = "activation"
     results = ("activated",)
@@ -46,7 +46,7 @@ class Activation(Stage):
         return True
 
     def recomputes(self) -> Recomputes:
-        """The kernel of the backward makes both."""
+        """The kernel of the backward can write the plain result or its codes."""
         return "operands"
 
     def forward(
@@ -68,7 +68,7 @@ class Activation(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The gradient of `x`, quantised and with its column sums where the previous GEMM asks.
+        """The gradient of `x`; quantised and with its column sums if the previous GEMM requests it.
 
         With `saved.result_request` also the result of the forward, as a side of operands.
         """
@@ -98,7 +98,7 @@ class Activation(Stage):
 def _room_for(
     grad: torch.Tensor, request: ResultRequest | None, plan: CallPlan
 ) -> torch.Tensor | None:
-    """Memory for the result of the forward; a plain one overwrites its gradient, if it may."""
+    """Memory for the forward's result. A plain result overwrites its gradient, if not compiled."""
     if request is None:
         return None
     if request.scales is not None:

@@ -6,10 +6,10 @@
     Reduce          all-reduce, bias                -
     ReduceScatter   reduce-scatter, bias            all-gather
 
-The first two come before a column-parallel Matmul, the others after a row-parallel one. Those add
-the bias of the Matmul, because it must be added once, to the sum over the ranks. With sequence
-parallelism each rank has a part of the tokens, along the first axis, outside the parallel region;
-without it all ranks have all tokens.
+The first two come before a column-parallel Matmul, the last two after a row-parallel one. The last
+two also add the bias of that Matmul, because it must be added once, to the sum over the ranks. With
+sequence parallelism each rank has a part of the tokens, along the first axis, outside the parallel
+region; without it all ranks have all tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False
     """The stage before a column-parallel Matmul; none on one rank.
 
     Args:
-        ranks: that share the Matmul.
+        ranks: the ranks that share the Matmul.
         index: number of the Matmul in its chain.
         gathered_tap: the chain also returns the gathered input.
     """
@@ -78,11 +78,11 @@ def behind_rows(ranks: TensorParallel) -> list[Stage]:
 class Collective(Stage):
     """Base of the collectives: a separate segment, or recorded together with other stages.
 
-    Collectives through memory that ranks map can be recorded: one-shot collectives, and large ones
-    that pass in parts.
+    Collectives through memory that all ranks have mapped can be recorded: one-shot collectives,
+    and large ones that are transferred in parts.
 
     Args:
-        ranks: that take part.
+        ranks: the ranks that take part.
     """
 
     communicates = True
@@ -95,9 +95,9 @@ class Collective(Stage):
         self.ranks.layer = layer
 
     def joins(self, first: torch.Tensor) -> bool:
-        """Whether all ranks share a host, and it is small or passes in parts."""
+        """Whether all ranks share a host, and the tensor is small or is transferred in parts."""
         group, whole = self.ranks.check(), not self.ranks.sequence
-        # Memory for tensors of this size, before the call is recorded.
+        # This also allocates memory for tensors of this size, before the call is recorded.
         passes = self.in_parts and memory_for_parts(first, group, whole) is not None
         small = not is_large(first, self.ranks.size, whole)
         return one_shot_of(group, first.device) is not None and (passes or small)
@@ -107,7 +107,7 @@ class Collective(Stage):
         return True
 
     def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:
-        """The memory that ranks map."""
+        """The memory that all ranks have mapped."""
         group = self.ranks.group
         return (*one_shot_tensors(group), *peer_tensors(group))
 
@@ -183,7 +183,7 @@ class Gather(Collective):
 
     @property
     def in_parts(self) -> bool:  # type: ignore[override]
-        """As `ub_overlap_ag` asks."""
+        """Whether `ub_overlap_ag` asks for it."""
         return self.ranks.overlap.gather
 
     def prepare(self, call: CallPlan, first: int) -> _GatherPlan:
@@ -229,7 +229,7 @@ class Gather(Collective):
             return (rows.then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
-        in_parts = self.ranks.overlap.gather and plan.plain  # else the Matmul casts the whole
+        in_parts = self.ranks.overlap.gather and plan.plain  # else Matmul casts the whole result
         self._count("all-gather", x, in_parts=in_parts)
         gathered = all_gather(x, group, in_parts)
         if self.tap:
@@ -298,7 +298,7 @@ class Reduce(Collective):
         return (grads[0],), Operands(grads[0], None)
 
     def backward_params(self, carry: Any, saved: Saved, plan: _ReducePlan) -> Parameters:
-        """The gradient of the bias, of this rank's tokens."""
+        """The gradient of the bias, from this rank's tokens."""
         grad: Operands = carry
         if not plan.needs_bias or grad.bias_grad is not None:
             return (grad.bias_grad,)
@@ -318,7 +318,7 @@ class ReduceScatter(Reduce):
 
     @property
     def in_parts(self) -> bool:  # type: ignore[override]
-        """As `ub_overlap_rs` or `ub_overlap_ag` asks."""
+        """Whether `ub_overlap_rs` or `ub_overlap_ag` asks for it."""
         return self.ranks.overlap.scatter or self.ranks.overlap.grad_gather
 
     def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
@@ -342,7 +342,7 @@ class ReduceScatter(Reduce):
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
             plain = request is not None and request.quantizer is IDENTITY
-            in_parts = in_parts and plain  # else the Matmul casts the whole
+            in_parts = in_parts and plain  # else the Matmul casts the whole result
             self._count("all-gather", grad, True, in_parts=in_parts)
             gathered = all_gather(grad, group, in_parts)
             if plain:

@@ -90,7 +90,8 @@ class _ColumnGather(Pending):
     Args:
         matrix: this rank's rows.
         memory: peer memory.
-        out: codes of the result, across a slot.
+        out: memory for the codes of the result: a slot of peer memory, of which every rank writes
+            its columns.
     """
 
     __slots__ = ("_lent", "_matrix", "_out", "_transfer")
@@ -118,7 +119,7 @@ class _ColumnGather(Pending):
             self._lent = False
 
     def wait(self) -> Fp8Matrix:
-        """With a copy of the codes."""
+        """The result, with its codes copied out of peer memory."""
         if self.result is None:
             codes = torch.empty_like(self._out)
             _C.copy(self.lend().codes, codes)
@@ -134,7 +135,7 @@ class _TransposedGather(Pending):
     """`Operands` of all ranks' rows; each part is transposed to its place as it arrives.
 
     Args:
-        rows: of `gather_rows`, with parts.
+        rows: the result of `gather_rows`, which arrives in parts.
     """
 
     __slots__ = ("_rows",)

@@ -53,7 +53,7 @@ from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, waited
 
-# FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
+# wgrad sums over tokens, and FP8 GEMMs sum over a multiple of 16 values: zero rows pad the tokens.
 TOKEN_ALIGNMENT = 16
 
 
@@ -72,7 +72,7 @@ _NOTHING = Saved(())
 
 
 class Matmul(Stage):
-    """Two parameters: weight `[out, in]` and bias `[out]` (or None); one without `biased`.
+    """Its parameters are weight `[out, in]` and, if `biased`, bias `[out]` or None.
 
     Args:
         index: number of this Matmul in its chain, and of its quantizers in a plan.
@@ -157,7 +157,7 @@ class Matmul(Stage):
         return plan.quantizers.persistent_tensors()
 
     def caches(self, plan: MatmulPlan) -> bool:
-        """The FP8 weight, between micro-batches."""
+        """Whether the FP8 weight is cached between micro-batches."""
         return plan.fp8 and plan.first_microbatch is not None and not plan.fp8_weight
 
     def cached(self, plan: MatmulPlan) -> tuple[torch.Tensor | None, ...] | None:

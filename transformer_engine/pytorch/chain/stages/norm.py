@@ -34,7 +34,7 @@ Tap = Literal["output", "input"] | None
 
 
 def tap_of(return_layernorm_output: bool, return_input: bool) -> Tap:
-    """The tap for these arguments of modules; the output goes first."""
+    """The tap for these arguments of modules; the output has precedence."""
     if return_layernorm_output:
         return "output"
     return "input" if return_input else None
@@ -68,7 +68,7 @@ class Norm(Stage):
     ) -> None:
         self.kind = KINDS[kind]
         self.epsilon = epsilon
-        # Floats are inputs of graphs under dynamic shapes; this one is a constant of all of them.
+        # Under dynamic shapes torch.compile makes floats inputs of a graph; a string is a constant.
         self._constant_epsilon = repr(epsilon)
         self.zero_centered = zero_centered
         self.tap = tap
@@ -98,8 +98,9 @@ class Norm(Stage):
         fused = quantizer.fused_arguments(request)
         separate = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
-            # The kernel for row-wise FP8 alone sums in another order. To keep its bits while the
-            # debugger looks, it runs here, too; a second call makes the plain tensor and moments.
+            # The kernel that writes nothing but row-wise FP8 sums in another order than the others.
+            # So that inspection does not change the codes, that kernel runs while the debugger
+            # inspects, too; a second call makes the plain tensor and its moments.
             separate = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
             fused = fused._replace(plain=False, moments=None, active=None)
         plain = plan.dtype if fused.plain or self.tap == "output" else None
@@ -144,7 +145,7 @@ class Norm(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """All three gradients come from one kernel; those of the parameters are carried."""
+        """The gradient of `x`. The same kernel computes those of gamma and beta, the `carry`."""
         grad, tap_grad = grads if self.tap is not None else (grads[0], None)
         assert not isinstance(grad, Operands)
         residual_grad = None

@@ -55,7 +55,7 @@ class DropoutAdd(Stage):
 
     def describe_options(self, options: float) -> tuple[float] | None:
         """Probability 0; None with dropout, which draws random numbers."""
-        return (0.0,) if options == 0.0 else None  # which Dynamo may have made a symbol
+        return (0.0,) if options == 0.0 else None  # a literal: `options` may be a symbol of Dynamo
 
     def recordable(self, plan: _Plan) -> bool:
         """Always: the seed is drawn before."""

@@ -1,4 +1,4 @@
-"""Helpers for the sides of `Operands`: to tensors that autograd can save, and back."""
+"""Helpers that turn the sides of `Operands` into tensors that autograd can save, and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None
 def saved_input(
     x: Any, operands: Operands, plan: MatmulPlan
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
-    """What a Matmul saves of its input, see `flatten`, and whether the backward gets it again."""
+    """What a Matmul saves of its input, as `flatten` returns it.
+
+    The last element says whether the backward gathers or computes the input again instead.
+    """
     if plan.omits_input:
         _, scales, format = flatten(operands.rowwise)
         return None, scales, format, True
@@ -60,9 +63,10 @@ def shape_of(value: Value) -> torch.Size:
 def without_padding(
     y: torch.Tensor, shape: torch.Size, padding: int, plan: MatmulPlan
 ) -> torch.Tensor:
-    """The rows before those of padding, `[*shape, features]`; in eager mode no view to autograd.
+    """`y` without the rows of padding, as `[*shape, features]`.
 
-    It refuses to change views in place that a function made.
+    In eager mode autograd does not see that the result is a view: it would refuse to change a view
+    in place that an autograd function has returned.
     """
     sizes = (*shape, y.shape[-1])
     if plan.compiling or type(y) is not torch.Tensor:  # a fake one
@@ -79,9 +83,9 @@ def own_matrix(weight: torch.Tensor) -> Fp8Matrix:
 
 
 def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
-    """The side of a weight kept in FP8 that dgrad takes, made for this GEMM alone.
+    """The side of a weight kept in FP8 that dgrad takes, made only for this GEMM.
 
-    Transposed codes if the other operand is FP8, else values in `dtype`.
+    It is the transpose of the codes if the other operand is FP8, else the values in `dtype`.
     """
     assert isinstance(weight, Fp8Matrix)
     if isinstance(other, Fp8Matrix):
@@ -92,10 +96,10 @@ def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -
 def grad_operands(
     grad: torch.Tensor, padding: int, plan: MatmulPlan
 ) -> tuple[Operands, PendingCast | None]:
-    """A gradient as operands, and its column-wise side where that is cast when wgrad needs it.
+    """A gradient as operands, and its column-wise side if that is cast later, when wgrad needs it.
 
     The codes of that side would take memory while the stages between dgrad and wgrad run, and
-    autograd keeps the gradient itself until then. Small gradients are cast in one kernel.
+    autograd keeps the gradient itself until then anyway. Small gradients are cast in one kernel.
     """
     quantizer, columns = plan.quantizers.grad_output, plan.grad_columns
     if columns is None or padding or is_host_bound(grad):
