@@ -69,7 +69,8 @@ class autocast(ContextDecorator):
 
     Raises:
         ValueError: the recipe is not one of this package's.
-        TypeError: flags that are none; an object in place of a process group.
+        TypeError: `enabled` or `calibrating` is not a bool (or 0, 1 or None); the group is not a
+            process group.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -117,7 +118,7 @@ class fp8_autocast(autocast):
         amax_reduction_group: the newer name of `fp8_group`.
 
     Raises:
-        ValueError: an argument under both of its names; what `autocast` refuses.
+        ValueError: an argument was passed under both of its names; also see `autocast`.
         TypeError: see `autocast`.
 
     >>> import torch

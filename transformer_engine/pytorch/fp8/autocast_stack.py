@@ -44,7 +44,7 @@ class Step:
     Attributes:
         first_pending: autograd has not recorded any eager module in it yet.
         groups: scaling groups of the modules that ran in it, by the key of their scope.
-        scopes: entered in it, with recipes that keep state.
+        scopes: the scopes entered in it whose recipes keep state.
     """
 
     def __init__(self, first_pending: bool = False) -> None:
@@ -61,7 +61,7 @@ class Step:
             own = state.group
             if state.scale.is_meta or own is group is not None:
                 continue
-            if own is not None and own.compiled:  # which stays in a group of compiled code
+            if own is not None and own.compiled:  # the state stays in a group of compiled code
                 if not own.is_of(scope.recipe, scope.group):
                     process_state().join_compiled(scope, [state])
                 continue
@@ -99,18 +99,18 @@ class AutocastStack:
     """The scopes that a thread or task has entered.
 
     Attributes:
-        scope: the innermost one.
-        step: of the outermost one.
-        outer: the scopes around it.
+        scope: the innermost scope.
+        step: the step of the outermost scope.
+        outer: the scopes around `scope`, outermost first.
         entered_in_graph: the outermost scope was entered in compiled code.
         in_compiled_checkpoint: the code that is being compiled is in a checkpoint of its graph.
         in_backward: the outermost scope was entered in a backward.
         regions: recompute regions whose first forward is running, outermost first.
         recomputed: the recompute region whose recompute is running, or None.
         model_inits: scopes of `quantized_model_init`.
-        exporting: within an enabled `onnx_export`.
+        exporting: the code runs within an enabled `onnx_export`.
         warms_up: this is the warm-up before the capture of a CUDA graph.
-        before: the stack to restore when the scope is left; None for the one outside of scopes.
+        before: the stack to restore when the scope is left; None for the stack outside of scopes.
     """
 
     def __init__(self) -> None:
@@ -129,18 +129,19 @@ class AutocastStack:
 
     @property
     def exports_inference(self) -> bool:
-        """Whether this call is traced for a program that any process or runtime runs.
+        """Whether this call is traced for an inference program that any process or runtime can run.
 
-        Programs of torch.export are that if gradients are off in the trace. Else they have the
-        gradients of the model, by operators that this process alone knows.
+        A program of torch.export is one if gradients are off while it is traced. Else it also
+        computes gradients, by operators that only this process knows.
         """
         return is_exporting() and (self.exporting or not torch.is_grad_enabled())
 
     @property
     def flushes(self) -> bool:
-        """Whether calls run deferred updates: compiled ones, in an autocast of compiled code.
+        """Whether calls first run the deferred updates of scales.
 
-        Programs for inference run where there is nothing to update.
+        Compiled calls do so if the autocast was entered in compiled code, too. Programs for
+        inference do not: they run where there is nothing to update.
         """
         return (
             self.entered_in_graph and torch.compiler.is_compiling() and not self.exports_inference
@@ -197,11 +198,11 @@ class AutocastStack:
     def join(self, states: dict[str, ScalingState], recording: bool) -> None:
         """Add the states of a module that runs in the innermost scope to the step.
 
-        Not those of a call that leaves no amax: they would leave the group of an earlier call,
+        A call that leaves no amax is ignored: its states would leave the group of an earlier call
         whose backward is still to come.
 
         Args:
-            states: of the module.
+            states: the states of the module.
             recording: autograd records the call, now or in a recompute.
         """
         if not self.scope.leaves_amaxes(recording):
@@ -220,7 +221,7 @@ class AutocastStack:
         """The step, for the first eager call that autograd records in it; None for all later calls.
 
         The end of that call's backward updates the scales of gradients. A compiled backward writes
-        its amaxes when it ends, so for a call in compiled code, or behind a break of its graph, the
+        its amaxes when it ends, so for a call in compiled code, or after a graph break in it, the
         update waits for the next step.
         """
         if torch.compiler.is_compiling() or self.entered_in_graph:
@@ -262,20 +263,20 @@ def autocast_stack() -> AutocastStack:
     if _is_compiling():
         return _THREAD.current
     stack = _find() or _THREAD.outside
-    if not stack.scope.number and stack.scope is not OUTSIDE:  # behind a break of a graph
+    if not stack.scope.number and stack.scope is not OUTSIDE:  # after a graph break
         stack.scope = process_state().intern(stack.scope)
     return stack
 
 
 def _use(stack: AutocastStack | None) -> None:
-    """Make this the stack of the context; None is the one outside of all scopes."""
+    """Make this the stack of the context; None stands for the stack outside of all scopes."""
     _CONTEXT.set(stack)
     _THREAD.current = stack or _THREAD.outside
 
 
 def enter(scope: Scope) -> None:
     """Enter a scope in this thread or task."""
-    if torch.compiler.is_compiling():  # which needs no numbers, and cannot register scopes
+    if torch.compiler.is_compiling():  # such code needs no numbers, and cannot register scopes
         _THREAD.current.push(scope)
     else:
         own = autocast_stack().copied()
@@ -285,7 +286,7 @@ def enter(scope: Scope) -> None:
 
 
 def leave(failed: bool = False) -> None:
-    """Leave the innermost scope; `failed`: an exception is on its way out."""
+    """Leave the innermost scope; `failed` says that this is because of an exception."""
     if torch.compiler.is_compiling():
         _THREAD.current.pop(failed)
     else:

@@ -35,7 +35,7 @@ def scales_of_call(
         flush: first run the updates of scales that compiled code has deferred: the scope was
             entered in the graph, where nothing else can run them.
         recorded: autograd records the call.
-        rows: 1 or 2.
+        rows: 1 for the scales only, 2 for scales and amaxes.
 
     Raises:
         RuntimeError: a call that autograd records runs within a backward.
@@ -69,7 +69,7 @@ def count_amaxes(
     Args:
         after: a result of the call, so that this runs after its casts.
         values: returned by `scales_of_call`; its row 1 now holds the amaxes of the casts.
-        amaxes: of the step, fp32 `[1]` each.
+        amaxes: the amaxes of the step, fp32 `[1]` each.
     """
     del after
     if launch and graph_task() == -1:
@@ -78,7 +78,7 @@ def count_amaxes(
 
 @constant_in_graphs
 def record_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
-    """Remember the scope in which a layer is compiled, and check the scope of a recompute.
+    """Remember that a layer was compiled in an FP8 scope, and check the scope of a recompute.
 
     Args:
         kind: class of the layer.

@@ -1,4 +1,8 @@
-"""`Counter`: how often things have happened, for reports. Recordings count what they repeat."""
+"""`Counter`: counts events, such as GEMMs and collectives, for reports.
+
+A recording knows the events of one call beforehand. It adds all of them at once, as a
+`CountedGroup`, each time it runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ class _Apart(threading.local):
 
 
 class CountedGroup:
-    """What a recording does: keys, and how often it counts each."""
+    """The events of one call of a recording: keys with their counts. `times` counts the calls."""
 
     __slots__ = ("_apart", "counts", "times")
 
@@ -21,7 +25,7 @@ class CountedGroup:
         self._apart = apart
 
     def add(self) -> None:
-        """Count all of it once more, unless this thread is inside `Counter.apart`."""
+        """Count one more call, unless this thread is inside `Counter.apart`."""
         if self._apart.counts is None:
             self.times += 1
 
@@ -42,7 +46,7 @@ class Counter:
         counts[key] = counts.get(key, 0) + 1
 
     def group(self, counts: Mapping[Any, int]) -> CountedGroup:
-        """The group that counts these keys so often; equal ones are one object."""
+        """The group with these counts of keys; the same object for equal counts."""
         key = frozenset(counts.items())
         return self._groups.setdefault(key, CountedGroup(counts, self._apart))
 

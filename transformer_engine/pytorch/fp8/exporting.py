@@ -1,4 +1,4 @@
-"""Whether a call is traced for ONNX, and the errors of what has no ONNX form."""
+"""Whether a call is traced for ONNX, and the errors for calls that have no ONNX form."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def exports_inference() -> bool:
 
 
 def refuse(what: str, instead: str, layer: str | None) -> NoReturn:
-    """An error for what has no ONNX form."""
+    """Raise NotImplementedError for a feature that has no ONNX form."""
     raise NotImplementedError(
         f"[onnx_export] {what} cannot be exported: {instead} (layer {layer or 'without a name'})"
     )
 
 
 def refuse_training(training: bool, probabilities: dict[str, float], layer: str | None) -> None:
-    """An error where a layer would draw random numbers."""
+    """Raise NotImplementedError if a layer would draw random numbers."""
     for argument, probability in probabilities.items():
         if training and probability > 0.0:
             refuse(f"{argument}={probability} in training", "call model.eval() first", layer)
 
 
 def trained_scales(scaling: dict[str, ScalingState], layer: str) -> ScalingState:
-    """The state of the forward; RuntimeError where a layer has none."""
+    """The scaling state of a layer's forward; raises RuntimeError if the layer has none."""
     state = scaling.get("forward")
     if state is None:
         raise RuntimeError(

@@ -53,7 +53,12 @@ class StateBytes(torch.Tensor):
 
 
 def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """The state of a module as CPU bytes: of both directions, and the scales of FP8 weights."""
+    """The state of a module as bytes on the CPU.
+
+    Args:
+        scaling: the scaling states of both directions; empty without delayed scaling.
+        weights: the scales of the weights that are kept in FP8.
+    """
     if not (scaling or weights):
         return torch.empty(0, dtype=torch.uint8).as_subclass(StateBytes)
     states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []
@@ -74,9 +79,10 @@ def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict
     with one warning, and scaling starts anew.
 
     Args:
-        state: of a state dict.
-        layer: whose it is.
-        weights: of its GEMMs; any of them may have been kept in FP8 where the state was made.
+        state: the entry of a state dict.
+        layer: name of the layer, for messages.
+        weights: weights of the layer's GEMMs; any of them may have been kept in FP8 where the
+            state was made.
 
     Raises:
         ValueError: truncated, inconsistent or damaged contents.
@@ -114,7 +120,7 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
     lengths = {sum(weight.scales.numel() for weight in quantized)}
     for layout in (one for one in LAYOUTS.values() if one.transposes):
         sums = {0}
-        for weight in weights:  # one of sizes that FP8 cannot take has no scales
+        for weight in weights:  # any subset of the weights may have been kept in FP8
             own = torch.Size(layout.scale_shape(*weight.shape)).numel()
             sums |= {some + own for some in sums}
         lengths |= sums
@@ -132,7 +138,13 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
 
 
 def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:
-    """The fp32 scales of each weight that was kept in FP8; None if the state has other sizes."""
+    """The fp32 scales of each weight that was kept in FP8; None if their number does not fit.
+
+    Args:
+        state: the entry of a state dict.
+        sizes: the number of scales of each weight.
+        layer: name of the layer, for messages.
+    """
     raw = _bytes_of(state)
     if raw is None or not _is_ours(raw):
         return None
@@ -170,7 +182,7 @@ def _is_ours(raw: torch.Tensor) -> bool:
 
 
 def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torch.Tensor]:
-    """Counts of the header, and all numbers behind it.
+    """The counts in the header, and all fp32 numbers after it.
 
     Raises:
         ValueError: the bytes do not fit the header.
@@ -193,7 +205,7 @@ def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torc
 
 
 def _announce(raw: torch.Tensor, layer: str) -> None:
-    """Warn once of the kind of state that is ignored; a checkpoint has one kind everywhere."""
+    """Warn once for each kind of state that is ignored; a checkpoint has one kind everywhere."""
     start = bytes(raw[:4].tolist())
     kind = "pickled" if start.startswith(_PICKLES) else "unknown"
     warn_once(
@@ -208,11 +220,11 @@ def _announce(raw: torch.Tensor, layer: str) -> None:
 class OptionalExtraState:
     """A module whose checkpoint may lack `_extra_state`, as those of plain torch layers do.
 
-    Older versions have another key (`former_extra_state`), which is no error either. If the module
-    has scaling state, one warning says that this stays unchanged.
+    Checkpoints of older versions may have it under another key (`former_extra_state`). If it is
+    missing and the module has scaling state, one warning says that this state stays unchanged.
     """
 
-    former_extra_state = ""  # behind the module's prefix
+    former_extra_state = ""  # the older key, without the module's prefix
 
     def _load_from_state_dict(
         self,

@@ -21,8 +21,8 @@ _SCALES = {"scaling_fwd": FORWARD, "scaling_bwd": BACKWARD}
 class Fp8Scales:
     """Scales and amaxes of one direction: the state's own tensors, as they are now.
 
-    Columns are input, weight and output of each GEMM forward, gradients of output and input
-    backward.
+    For each GEMM, the columns of the forward are those of input, weight and output; the columns of
+    the backward are those of the gradients of output and input.
     """
 
     _state: ScalingState
@@ -33,7 +33,7 @@ class Fp8Scales:
 
     @property
     def scale(self) -> torch.Tensor:
-        """fp32 `[columns]`, what values are multiplied by."""
+        """fp32 `[columns]`: the factors by which values are multiplied before the cast."""
         return self._state.scale
 
     @property
@@ -43,7 +43,7 @@ class Fp8Scales:
 
     @property
     def amax_history(self) -> torch.Tensor:
-        """fp32 `[length, columns]`; row 0 is the running step's."""
+        """fp32 `[length, columns]`; row 0 has the amaxes of the running step."""
         return self._state.amax_history
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -53,8 +53,8 @@ class Fp8Scales:
 class Fp8Meta(Mapping[str, Any]):
     """A read-only view of the FP8 state.
 
-    - `recipe`, `fp8_group`: of the open autocast, else of the newest plan in FP8, else the
-      defaults.
+    - `recipe`, `fp8_group`: those of the open autocast; else those of the newest plan in FP8; else
+      the defaults.
     - `fp8_max_fwd`, `fp8_max_bwd`: largest values of that recipe's formats.
     - `num_gemms`: how many GEMMs the scales are for.
     - `fp8_checkpoint`: whether state dicts of the module carry scales; never in `GroupedLinear`,
@@ -134,7 +134,7 @@ def _scope_of(module: ScaledModule) -> Scope:
 def last_scope(module: ScaledModule) -> Scope | None:
     """The scope of the newest of the module's plans in FP8."""
     known = {scope.number: scope for scope in [*process_state().scopes] if scope.enabled}
-    parts: Any = getattr(module, "parts", tuple)()  # those of attention name no scope
+    parts: Any = getattr(module, "parts", tuple)()  # keys of attention's plans name no scope
     numbers = [key[0] for part in parts for key in part._plans]
     return next((known[number] for number in reversed(numbers) if number in known), None)
 

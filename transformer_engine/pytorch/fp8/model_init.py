@@ -16,9 +16,10 @@ class ModelInit:
     """How modules that are made now keep the weights of their GEMMs.
 
     Attributes:
-        enabled: in FP8.
-        recipe: the only one that may use them; None allows others.
-        preserve: keep the initial values in high precision on the CPU.
+        enabled: weights are kept in FP8.
+        recipe: the only recipe that may use these weights; None allows several, see
+            `quantized_model_init`.
+        preserve: the initial values are also kept in high precision on the CPU.
     """
 
     enabled: bool = False
@@ -49,12 +50,12 @@ class quantized_model_init(ContextDecorator):
     """Modules made inside keep the weights of their GEMMs in FP8, without a copy in high precision.
 
     Parameters are `Float8Tensor`s, or `Float8BlockwiseQTensor`s for `Float8BlockScaling`, under the
-    dtype that they would have had. Optimizers of torch step them in place. Biases and norms stay as
-    they are, as do weights with sizes that FP8 cannot take (16 does not divide them): a warning
-    names each. Outside of `autocast` weights in FP8 are dequantised for every call.
+    dtype that they would have had. Optimizers of torch step them in place. Biases and norms stay in
+    high precision. So do weights whose sizes are not divisible by 16, which FP8 cannot take: a
+    warning names each. Outside of `autocast` weights in FP8 are dequantised for every call.
 
-    Layers of torch are as without it, and so is what puts other parameters into modules afterwards,
-    as `convert` and `from_pretrained` of transformers do.
+    It has no effect on layers of torch, nor on parameters that are put into modules afterwards, as
+    by `convert`, or by `from_pretrained` of transformers.
 
     Args:
         enabled: False makes modules as usual.
@@ -67,7 +68,7 @@ class quantized_model_init(ContextDecorator):
 
     Raises:
         ValueError: another recipe, or one with other blocks of weights than 128 x 128.
-        TypeError: flags that are none.
+        TypeError: `enabled` or `preserve_high_precision_init_val` is not a bool (or 0, 1 or None).
 
     >>> import torch
     >>> import transformer_engine.pytorch as te

@@ -1,4 +1,4 @@
-"""What all threads share: known scopes, scaling groups, GEMM counts, the debugger's session."""
+"""The state that all threads share: scopes, scaling groups, GEMM counts, the debugger's session."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class ProcessState:
         forward_pending: compiled code has deferred the forward update.
         backward_pending: likewise.
         has_regions: a recompute region has recorded a call in FP8.
-        checkpoints: regions by autograd's object of their checkpoint, oldest first; of checkpoints
-            that `activation_recompute_forward` was opened in.
+        checkpoints: the regions of checkpoints in which `activation_recompute_forward` was opened,
+            oldest first. Keys are the objects that autograd keeps for these checkpoints.
         announced: subjects of warnings that were given; see `notices`.
         compiled_in_fp8: layers, see `compiled_scales`.
         gemms: GEMMs that ran, by layer, GEMM and kind.
         sent: collectives of layers, see `chain.parallel_report`.
         user_buffers: what `initialize_ub` has set, see `chain.user_buffers`.
         captures_graphs: a trainer captures CUDA graphs, see `cuda_graphs.saved_scaling`.
-        rng_trackers: that have had states, see `rng`.
-        inspector: of the debugger's session, see transformer_engine/debug.
+        rng_trackers: trackers that have had states, see `rng`.
+        inspector: the inspector of the debugger's session, see transformer_engine/debug.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ProcessState:
         group = self.compiled_groups.get(key)
         if group is None:
             number = 1 + len(self.compiled_groups)
-            # The object that scopes have, which compares at once.
+            # Take the object that scopes hold: comparing an object with itself is fast.
             recipe = next((known for known, _ in self._keys if known == recipe), recipe)
             group = ScalingGroup(recipe, process_group, number)
             self.compiled_groups[key] = group
@@ -116,7 +116,7 @@ class ProcessState:
 
     def join_compiled(self, scope: Scope, states: Iterable[Any]) -> None:
         """Move states to the group of compiled code under the recipe of a scope."""
-        self.flush()  # by the rules of the groups that they leave
+        self.flush()  # pending updates follow the rules of the groups being left
         group = self.compiled_group(scope.recipe, scope.group)
         for state in states:
             if not state.scale.is_meta:

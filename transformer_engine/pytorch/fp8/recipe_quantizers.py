@@ -142,8 +142,8 @@ def build_quantizers(
 ) -> ModuleQuantizers:
     """One `GemmQuantizers` per GEMM of the module.
 
-    If the recipe keeps state, this makes that of the module or fits it to the recipe. Calls that
-    autograd does not record leave no amax, so evaluation changes nothing.
+    If the recipe keeps state, this makes the module's scaling state, or fits it to the recipe.
+    Calls that autograd does not record leave no amax, so evaluation changes nothing.
     """
     recipe, rules = scope.recipe, rules_of(scope.recipe)
     if exporting() and not rules.exportable:
@@ -192,8 +192,8 @@ def states_of(
 ) -> tuple[ScalingState, ScalingState, bool]:
     """A module's states, forward and backward, and whether that of the forward has moved.
 
-    A call that leaves no amaxes takes histories of any length and group: to replace them, an
-    evaluation under another recipe would take them from a backward that is still to come.
+    A call that leaves no amaxes accepts histories of any length and group. If an evaluation under
+    another recipe replaced them, a backward that is still to come would find other histories.
     """
     group = None
     if torch.compiler.is_compiling():
@@ -204,7 +204,7 @@ def states_of(
             scope = (type(recipe), constants, process_group)
             made = module.make_compiled_state(device, *scope, leaves_amaxes)
             states = module.scaling.values() if leaves_amaxes else ()
-            for state in states:  # a condition of the graph; -O drops assertions
+            for state in states:  # a guard of the graph; not an assertion, which -O would drop
                 own = state.compiled
                 if own != made and device.type != "meta":
                     raise RuntimeError(f"[autocast] expected scaling group {made}, got {own}")
@@ -241,7 +241,7 @@ class StateInMemory(NamedTuple):
 
     Attributes:
         forward: `ScalingState.room` of the forward.
-        backward: of the backward.
+        backward: `ScalingState.room` of the backward.
         recording: autograd records the call.
         flush: see `columns_of`.
         recomputed: see `columns_of`; None for the scales themselves.
@@ -295,9 +295,14 @@ def _trained_columns(module: ScaledModule) -> list[GemmColumns]:
 def with_weight_scales(
     scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor]
 ) -> dict[str, ScalingState]:
-    """The states with the scales fp32 `[2]` of weights kept in FP8, which modules do not cast.
+    """The scaling states, with the scales of weights kept in FP8 in the columns of these weights.
 
-    Modules that keep them in high precision start with these.
+    Such weights are never cast, so those columns do not have their scales. A module that loads the
+    state but keeps its weights in high precision starts with them.
+
+    Args:
+        scaling: the states by direction.
+        weights: scales of the weight of each GEMM, fp32 `[2]`.
     """
     forward = deepcopy(scaling[FORWARD])
     for gemm, scales in enumerate(weights):
@@ -314,7 +319,7 @@ def _calibrating(forward: ScalingState, gemm: int) -> GemmQuantizers:
 
 
 class _CalibratingQuantizer(IdentityQuantizer):
-    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
+    """Leaves a tensor in high precision and records `max |x|`, so that FP8 can start from it."""
 
     def __init__(self, amax: torch.Tensor) -> None:
         self.amax = amax

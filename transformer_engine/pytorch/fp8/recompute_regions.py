@@ -67,7 +67,7 @@ class RecomputeRegion:
 
     def __init__(self, foreign: bool = False) -> None:
         self.foreign = foreign
-        self.owed: Step | None = None  # for the next call: the last one has no backward to end it
+        self.owed: Step | None = None  # for the next call to end: the last one has no backward
         self._calls: dict[Any, list[Call]] = {}
         self._next: dict[Any, int] = {}
         self._task = -1
@@ -93,7 +93,7 @@ class RecomputeRegion:
     def next_call(self, module: Any) -> Call:
         """The call of the first forward that the module now recomputes.
 
-        Layers that have run in high precision alone may be called more often, or less.
+        Layers that ran only in high precision may be called any number of times.
 
         Raises:
             RuntimeError: the region calls the module more often than in the first forward.
@@ -131,7 +131,7 @@ class RecomputeRegion:
 
 
 class UnknownRegion(RecomputeRegion):
-    """One of several regions: the first that has a call of a layer which runs again.
+    """Stands for one of several regions: the first one with a call left of the layer that runs.
 
     Args:
         regions: the most probable one first.
@@ -217,15 +217,16 @@ def announce_checkpoint() -> None:
 
 
 def announced_region() -> RecomputeRegion | None:
-    """The region of an announced checkpoint that runs again now; None where there is none.
+    """The region of an announced checkpoint that runs again now; None if there is none.
 
-    One of those that the running backward comes to. Autograd comes to the newest of them first.
+    Candidates are the checkpoints whose nodes the running backward will still reach. Autograd
+    reaches the newest of them first.
     """
     if graph_task() == -1:
         return None
     checkpoints = [*process_state().checkpoints.items()]
     regions = (region for owner, region in reversed(checkpoints) if node_will_run(owner))
-    running = getattr(running_node(), _KEY, None)  # which comes again in its own backward
+    running = getattr(running_node(), _KEY, None)  # a checkpoint that runs in its own backward
     first = next(regions, None) if running is None else running
     return None if first is None else UnknownRegion(chain([first], regions))
 
@@ -246,7 +247,7 @@ def in_first_forward() -> bool:
 def may_recompute(stack: AutocastStack) -> bool:
     """Whether a call may be in a recompute region: in its first forward or in its recompute.
 
-    In high precision, too: the layer may have calls in FP8 in the same backward.
+    This also holds for calls in high precision: the layer may have FP8 calls in the same backward.
     """
     if top_hooks(True) is not None:
         return True

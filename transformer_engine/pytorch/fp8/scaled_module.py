@@ -54,7 +54,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         return scope.enabled and rules_of(scope.recipe).keeps_state
 
     def take_backward_end(self) -> Step | None:
-        """The step that ends behind the backward of this call; see `AutocastStack`."""
+        """The step that ends with the backward of this call; see `AutocastStack`."""
         stack = autocast_stack()
         if stack.step.first_pending and self.updates(stack.scope):
             return stack.take_backward_end()
@@ -99,12 +99,12 @@ class ScaledModule(OptionalExtraState, nn.Module):
         return 0 if group is None else group.compiled
 
     def _leave_groups(self, group: ScalingGroup) -> None:
-        """Prepare that the states leave their groups for one of compiled code."""
+        """Prepare the move of the states from their groups to `group`, one of compiled code."""
         left = dict.fromkeys([state.group for state in self.scaling.values()])
         if any([own not in (None, group) for own in left]):
-            process_state().flush()  # by the rules of the groups that they leave
+            process_state().flush()  # pending updates follow the rules of the groups being left
         for own in left:
-            # All modules of an eager group: layers that are compiled one by one share a graph.
+            # Move all modules of an eager group: layers that are compiled one by one share a graph.
             if (
                 own is not None
                 and not own.compiled
@@ -124,7 +124,8 @@ class ScaledModule(OptionalExtraState, nn.Module):
     def restore_scaling(self, restored: dict[str, ScalingState]) -> None:
         """Take over a loaded state, if there is any.
 
-        Device and group stay: they are conditions of graphs, which need not be compiled again.
+        Device and group stay as they are, because they are guards of graphs: so the graphs need not
+        be compiled again.
         """
         check_columns(restored, self.gemm_count, self.name)
         if not restored:
@@ -160,8 +161,8 @@ class ScaledModule(OptionalExtraState, nn.Module):
         return bool(self.scaling) or last_scope(self) is not None
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Does nothing: FP8 state is made where it is needed first.
+        """Does nothing: FP8 state is made when it is first needed.
 
         Args:
-            num_gemms: of the module.
+            num_gemms: without effect.
         """

@@ -35,7 +35,8 @@ def columns_in(room: torch.Tensor, numbers: Sequence[int]) -> list[list[torch.Te
 class ScalingState:
     """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
 
-    Both lie in `room`, fp32 `[n, 4 + length or more]`: a scale, and after 16 bytes its history.
+    Both lie in `room`, fp32 `[n, 4 + length or more]`: a row has a scale, and from byte 16 on its
+    history.
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
     methods below, which increase `version`, so that the group notices. Columns and scales are
     aligned to 16 bytes: the compiler's CUDA graphs copy inputs that are not, and amaxes would be
@@ -47,7 +48,7 @@ class ScalingState:
         options: Any = {"dtype": torch.float32, "device": device}
         self.version = 0
         self.group: ScalingGroup | None = None
-        self.compiled = 0  # `ScalingGroup.compiled` of the group, or 0: a condition of graphs
+        self.compiled = 0  # `ScalingGroup.compiled` of the group, or 0; a guard of graphs
         self._place(torch.ones(count, **options), torch.zeros(length, count, **options))
 
     def _place(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
@@ -75,8 +76,9 @@ class ScalingState:
         return state_with(self.direction, self.scale.clone(), self.amax_history.clone())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Numbers: a process that starts by spawn gets tensors through files, which close with the
-        # clones. The next call of its module moves the copy to its device and lets it join a group.
+        # Pickled as numbers: spawned processes get tensors through files, which close when the
+        # clones are freed. The next call of the module moves the copy to the device of that call
+        # and lets it join a group.
         if self.room.is_meta:
             return ScalingState, (self.direction, len(self.scales), self.length, self.room.device)
         return _state_from, (self.direction, self.scale.tolist(), self.amax_history.tolist())
@@ -116,7 +118,7 @@ class ScalingState:
 
 
 def _of_length(history: torch.Tensor, length: int) -> torch.Tensor:
-    """A history with so many rows. Row 0 is the running step, then oldest ... newest."""
+    """A history with `length` rows. Row 0 is the running step, then come oldest to newest."""
     if history.shape[0] == length:
         return history
     made = history.new_zeros(length, history.shape[1])
@@ -207,7 +209,7 @@ class ScalingMembers:
         """Row 0 of all states, maximum over the ranks of the group; None on a single rank."""
         if not (self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()):
             return None
-        if dist.get_world_size(self.process_group) <= 1:  # torch says -1 to those outside of it
+        if dist.get_world_size(self.process_group) <= 1:  # -1 for processes outside of the group
             return None
         table = self.table(states)
         if self._checked is not self._seen:
@@ -236,8 +238,8 @@ class ScalingGroup:
     """States of modules that run together; see the top of this file.
 
     Args:
-        recipe: that keeps state.
-        process_group: over which amaxes are reduced.
+        recipe: a recipe that keeps state.
+        process_group: the process group over which amaxes are reduced.
         compiled: a number, not 0, if the modules are in compiled code; they stay in the group.
     """
 
@@ -250,7 +252,7 @@ class ScalingGroup:
 
     @property
     def current(self) -> ScalingGroup:
-        """The group that has the states of this one now, for steps whose backward is to come."""
+        """The group that has this one's states now. Steps need it when their backward ends."""
         return self if self._absorbed_by is None else self._absorbed_by.current
 
     def is_of(self, recipe: Any, process_group: Any) -> bool:

@@ -30,12 +30,12 @@ from transformer_engine.pytorch.tensor.writing import scale_ranks_of
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-PART_OF_STATE = "_te_part_of_state"  # of layers that ranks share, see `parallelize.checkpoints`
+PART_OF_STATE = "_te_part_of_state"  # set on layers that ranks share, by `parallelize.checkpoints`
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
-    """The parameter in FP8, or with a warning in high precision: FP8 cannot take its sizes."""
+    """The parameter in FP8; in high precision, with a warning, if FP8 cannot take its sizes."""
     if any(n % FEATURE_ALIGNMENT for n in values.shape):
         warn_once(
             f"[quantized_model_init] {label} stays in {values.dtype}: expected sizes divisible by"
@@ -66,7 +66,7 @@ def initialize(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
 
 
 def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
-    """A module's own FP8 parameters by name, in order; of those cut by `fully_shard` the pieces."""
+    """A module's own FP8 parameters by name, in order; this rank's pieces under `fully_shard`."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     pieces = {name: piece_of(parameter) for name, parameter in own.items()}
     return {name: piece for name, piece in pieces.items() if piece is not None}
@@ -81,9 +81,9 @@ def rename(module: nn.Module, layer: str) -> None:
 
 
 def apply_fn(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
-    """`nn.Module._apply`: codes move, the nominal dtype changes, the scales stay.
+    """`nn.Module._apply`: codes move, the nominal dtype changes, the scales stay in fp32.
 
-    `to_others` applies the function to all that is not an FP8 parameter.
+    `to_others` applies the function to everything that is not an FP8 parameter.
     """
     weights: dict[str, Any] = {name: module._parameters[name] for name in fp8_weights(module)}
     for name in weights:
@@ -97,7 +97,10 @@ def apply_fn(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -
 
 
 def _applied(parameter: Any, function: Apply) -> Any:
-    """The parameter itself, or another one around a piece on another device or of another dtype."""
+    """The parameter after `function`.
+
+    If a DTensor changes its device or dtype, this is a new object; else the same one, changed.
+    """
     weight = piece_of(parameter)
     assert weight is not None
     probe = function(torch.empty(0, dtype=weight.dtype, device=weight.device))
@@ -119,14 +122,14 @@ def _applied(parameter: Any, function: Apply) -> Any:
 
 
 def materialised(parameter: Any, device: str) -> Any:
-    """A parameter that `fully_shard` has cut on meta, on a device, with undefined values."""
+    """An uninitialised parameter on `device`, for one that `fully_shard` has cut on meta."""
     if piece_of(parameter) is not None:
         return _applied(parameter, lambda part: torch.empty_like(part, device=device))
     return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
 
 
 def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None:
-    """Let a parameter become another one, for whoever refers to it."""
+    """Turn a parameter into `other` in place, so that all references to it see the change."""
     grad, weight.grad = weight.grad, None
     hooks = weight._backward_hooks, weight._post_accumulate_grad_hooks
     vars(other).update(attributes_beside(weight, other))
@@ -143,7 +146,7 @@ def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None
 
 
 def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Tensor:
-    """Codes go where the function puts them; scales stay in fp32 whatever it does to dtypes."""
+    """A part after `function`: codes as it returns them, scales on its device but still in fp32."""
     if not part.is_floating_point():
         return function(part)
     if part.is_meta:
@@ -176,9 +179,9 @@ def quantized(
 ) -> Mapping[str, Any]:
     """A state dict in which plain tensors for FP8 parameters are quantised.
 
-    If they are assigned, not copied, they keep their dtype as the nominal one, and their device.
-    With the scales in `_extra_state` the codes become what they were. Without them, or if they do
-    not restore the values, new scales are computed.
+    If the tensors are assigned, not copied, the parameters get their device and, as the nominal
+    dtype, their dtype. With the scales in `_extra_state` the original codes are restored. Without
+    these scales, or if they do not restore the values, new scales are computed.
     """
     weights = fp8_weights(module)
     if not weights:
@@ -204,9 +207,9 @@ def quantized(
 
 
 def _own_piece(values: Any, parameter: Any) -> Any:
-    """This rank's piece of values that a checkpoint has as a DTensor; None for whole values.
+    """This rank's piece of values that a checkpoint holds as a DTensor.
 
-    Torch refuses to load whole values into pieces.
+    None for a plain tensor whose parameter is a DTensor: torch refuses to load that.
     """
     if isinstance(parameter, QuantizedTensor):
         return values
@@ -230,7 +233,13 @@ def _cast(
 
 
 def validate(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
-    """Raise where the recipe is not that of the FP8 weights; warn where nothing is in FP8."""
+    """Raise if the recipe cannot use the module's FP8 weights; warn if they are dequantised.
+
+    Args:
+        module: the module.
+        recipe: the recipe of the call.
+        enabled: the call runs in FP8; if not, weights are dequantised.
+    """
     for name, weight in fp8_weights(module).items():
         rowwise = rowwise_of(weight)
         if rowwise is None:

@@ -16,11 +16,12 @@ _C.set_device_switches(*_env.device_variables())
 
 
 def _allocate_zeros(size: int, device: int) -> torch.Tensor:
-    """Zeros that the core keeps for good, in no order with what the current stream does.
+    """Memory of zeros that the core keeps for good; when this returns, any stream may use it.
 
-    They must not come from a pool that owns what its user allocates, as a capture's or that of
-    `torch.compile(mode="reduce-overhead")` does: such a pool serves the thread, or the stream, that
-    runs. Another thread gets memory of the default stream.
+    It must not come from a private memory pool, such as that of a CUDA graph capture or of
+    `torch.compile(mode="reduce-overhead")`: the owner of the pool would use the memory again. Torch
+    takes such a pool for allocations of the current thread or stream. So another thread allocates,
+    on the default stream.
     """
 
     def make() -> torch.Tensor:

@@ -33,7 +33,7 @@ CLAMPED_SWIGLU = ACTIVATION_KINDS["clamped_swiglu"]
 
 
 class ActivationParameters(NamedTuple):
-    """Of `clamped_swiglu`, with the numbers of gpt-oss; other kinds ignore them."""
+    """The parameters of `clamped_swiglu`, by default those of gpt-oss; other kinds ignore them."""
 
     limit: float = 7.0
     alpha: float = 1.702
@@ -42,7 +42,7 @@ class ActivationParameters(NamedTuple):
 
 DEFAULT_PARAMETERS = ActivationParameters()
 
-# What the others compute of x or x1, by half of their number.
+# `act` of the other kinds, plain or gated, by `kind // 2`.
 _UNITS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     0: partial(torch.nn.functional.gelu, approximate="tanh"),
     1: lambda x: x * torch.sigmoid(1.702 * x),
@@ -117,7 +117,7 @@ def activation_parameters(
 
 
 def define_activation(kind: int, parameters: ActivationParameters, x: torch.Tensor) -> torch.Tensor:
-    """What a kind computes, in torch's operators and the dtype of `x`."""
+    """The definition of a kind by torch's operators, computed in the dtype of `x`."""
     if not is_gated(kind):
         return _UNITS[kind // 2](x)
     gate, linear = x.chunk(2, dim=-1)
@@ -257,10 +257,11 @@ def activation_backward(
         epsilon: as in forward.
         moments: as in forward, for `dx`; so is `active`.
         limit: as in forward; so are `alpha` and `offset`.
-        again: written: `y` once more, in the dtype of `x` (`dy` itself may be given); or, with
-            `again_scales`, its transposed codes, uint8 `[n, rows]`.
-        again_scales: fp32 `[2]`, {1/scale, scale} of the codes.
-        again_format: of the codes, a value of `DType`.
+        again: memory into which the result of the forward is written once more: `y` in the dtype
+            of `x` (it may be `dy` itself); or, with `again_scales`, the transposed codes of `y`,
+            uint8 `[n, rows]`.
+        again_scales: fp32 `[2]`, {1/scale, scale} of these codes.
+        again_format: format of these codes, a value of `DType`.
         again_rounded: `y` is rounded to the dtype of `x` before it is cast, as current scaling
             does.
 

@@ -11,7 +11,11 @@ from transformer_engine import _C
 
 
 class AdamRules(NamedTuple):
-    """What the host decides. `decoupled` is AdamW's decay, of the parameter itself."""
+    """The hyperparameters that are numbers of the host.
+
+    With `decoupled`, `decay` is AdamW's: it shrinks the parameter itself. Without it,
+    `decay * parameter` is added to the gradient.
+    """
 
     beta1: float
     beta2: float
@@ -21,16 +25,16 @@ class AdamRules(NamedTuple):
 
 
 class AdamTensors(NamedTuple):
-    """Lists of equal length, all contiguous; shapes are those of the parameters.
+    """Lists of equal length of contiguous tensors, which have the shapes of the parameters.
 
     Attributes:
         parameters: fp32.
-        means: fp32, of gradients.
-        squares: fp32, of their squares.
-        gradients: of one dtype, fp32, fp16 or bf16.
-        weights: of one dtype, fp16 or bf16, which become the parameters, rounded; or none.
-        amaxes: fp32 `[1]`, raised to the largest magnitude of each parameter; or none, and none
-            where there are weights.
+        means: fp32, the running means of gradients.
+        squares: fp32, the running means of squared gradients.
+        gradients: fp32, fp16 or bf16, all of one dtype.
+        weights: fp16 or bf16, all of one dtype: set to the new parameters, rounded; may be empty.
+        amaxes: fp32 `[1]`, raised to the largest magnitude of each parameter; may be empty, and is
+            empty if there are `weights`.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -49,15 +53,15 @@ def adam(
     rules: AdamRules,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Step all of them.
+    """Do one step of Adam for all tensors, in place.
 
     Args:
-        tensors: are written, but gradients.
-        step: fp32, one value on their device: the number of this step, from 1.
-        rate: fp32, one value on their device: the learning rate.
-        factor: fp32, one value on their device: of all gradients.
+        tensors: all but the gradients are written.
+        step: fp32, one value on the device of the tensors: the number of this step, from 1.
+        rate: fp32, one value on that device: the learning rate.
+        factor: fp32, one value on that device, by which all gradients are multiplied; None for 1.
         rules: everything else.
-        found_inf: fp32, one value on their device: where it is not 0, only `amaxes` are written.
+        found_inf: fp32, one value on that device: if it is not 0, only `amaxes` are written.
     """
     _C.adam(*tensors, step, rate, factor, found_inf, rules)
     torch.autograd.graph.increment_version(

@@ -9,7 +9,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
-_ANY_FORMAT = 5  # where no scale is computed, the format plays no part
+_ANY_FORMAT = 5  # has no effect where no scale is computed
 
 
 @library_op()

@@ -20,9 +20,10 @@ from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_pa
 SBHD, BSHD, THD = 0, 1, 2
 NO_SEQUENCES = (None, None, None, None)
 
-# Where gradients of query, key and value lie: apart; as parts of one tensor, if the inputs do; or
-# that tensor itself, `[..., features]`, stands in the place of the query's, alone. In it the heads
-# of each part are together, or the parts of each head.
+# Where the gradients of query, key and value are stored. APART: in three tensors. AS_INPUTS: as
+# parts of one tensor, if the inputs are parts of one. PACKED and PACKED_BY_HEAD: in one tensor
+# `[..., features]`, which is returned as the query's gradient, with None for the other two. Under
+# PACKED the heads of each part are adjacent, under PACKED_BY_HEAD the parts of each head.
 APART, AS_INPUTS, PACKED, PACKED_BY_HEAD = range(4)
 
 AttentionGradients = tuple[
@@ -42,15 +43,15 @@ def settings_of(
     deterministic: bool = False,
     longest: tuple[int, int] = (0, 0),
 ) -> tuple[int, ...]:
-    """What tensors do not say of a call.
+    """The `settings` of a call: all that `_C` cannot learn from the tensors.
 
     Args:
         format: `SBHD`, `BSHD` or `THD`.
-        window: keys that a query sees before its own and after; negative for all.
-        bottom_right: a query's own key is counted from the ends of both sequences.
+        window: how many keys a query sees before its own position, and after it; negative for all.
+        bottom_right: the last query and key have equal positions; otherwise the first ones have.
         alibi: add the usual ALiBi bias; needs `window[1] == 0`.
         deterministic: gradients repeat bit for bit.
-        longest: `THD`: no sequence of queries, or of keys, is longer.
+        longest: for `THD`, upper bounds of the lengths of query and key sequences.
     """
     return (format, *window, int(bottom_right), int(alibi), int(deterministic), *longest)
 
@@ -75,13 +76,13 @@ def attention_forward(
 
     Args:
         query: `[sequence, batch, heads, size]`, `[batch, sequence, heads, size]` or
-            `[tokens, heads, size]`, fp16 or bf16; of any strides but the last one, 1.
+            `[tokens, heads, size]`, fp16 or bf16; any strides, of which the last is 1.
         key: likewise, with `groups` heads.
-        value: likewise, with `groups` heads and a size of its own.
-        settings: see above.
+        value: likewise, with `groups` heads; its size may differ.
+        settings: see the top of this file.
         scale: factor on the scores.
         dropout: probability of dropping a weight.
-        sequences: see above; all None for whole sequences.
+        sequences: see the top of this file; all None for whole sequences.
         bias: `[1 or batch, 1 or heads, queries, keys]`.
         sink: fp32 `[heads]`.
         seed: int64 `[2]`, of dropout.
@@ -89,7 +90,7 @@ def attention_forward(
 
     Returns:
         The result, `[..., heads * size of value]`, and fp32 statistics of the softmax, one for each
-        query and head in an order of cuDNN's; None where not asked for.
+        query and head in cuDNN's order; None without `statistics`.
     """
     *lead, heads, _ = query.shape
     out = new_empty(query, (*lead, heads * value.shape[-1]))
@@ -110,12 +111,12 @@ def attention_forward(
 
 
 def _aligned(x: torch.Tensor, order: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
-    """The tensor, or a copy where cuDNN could not read it 16 bytes at a time."""
+    """The tensor, or a copy if cuDNN could not read it 16 bytes at a time."""
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=order)
 
 
 def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
-    """Memory of the statistics that the forward leaves for the backward."""
+    """Memory for the statistics that the forward leaves for the backward."""
     if format == THD:
         shape: tuple[int, ...] = query.shape[:-1]
     else:
@@ -151,12 +152,13 @@ def attention_backward(
         grad: gradient of the result, contiguous.
         out: what the forward returned; it and `grad` may also be `[..., heads, size of value]`.
         statistics: what the forward returned.
-        settings: the forward's; `deterministic` is read here alone.
+        settings: the forward's; `deterministic` only matters here.
         needs_bias: whether to make the bias gradient.
         needs_sink: whether to make the sink's gradient.
-        together: where the first three lie, see above; an operator's are never parts.
+        together: where the first three gradients are stored, see `APART`. Results of an operator
+            of compiled code are never parts of one tensor.
     """
-    if launch:  # first, because gradients of thd lie as what cuDNN reads does
+    if launch:  # first, because gradients of thd have the layout of the tensors that cuDNN reads
         grad, query, key, value = _aligned(grad), _aligned(query), _aligned(key), _aligned(value)
         bias = None if bias is None else _aligned(bias, torch.preserve_format)
     inputs = (query, key, value)
@@ -185,7 +187,11 @@ _Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 def gradients_of(
     inputs: tuple[torch.Tensor, ...], together: int, launch: bool
 ) -> tuple[_Gradients, tuple[torch.Tensor, ...]]:
-    """Memory of gradients of query, key and value: what is returned, and what is written."""
+    """Memory for the gradients of query, key and value.
+
+    Returns:
+        The tensors that the caller returns, and the three tensors that the kernel writes.
+    """
     if together >= PACKED:
         whole, parts = empty_packed(inputs, together == PACKED_BY_HEAD, launch)
         return (whole, None, None), parts
@@ -209,16 +215,16 @@ def attention_refusal(
     sink: bool,
     training: bool,
 ) -> str:
-    """Why cuDNN refuses contiguous tensors of these sizes, `""` where it takes them.
+    """Why cuDNN refuses contiguous tensors of these sizes, `""` if it takes them.
 
     Args:
-        sizes: of query, key and value.
+        sizes: sizes of query, key and value.
         dtype: fp16 or bf16.
         device: index of the GPU.
-        settings: see above.
+        settings: see the top of this file.
         dropout: probability.
-        padded: sequences have lengths of their own.
-        bias: its sizes; `()` for none.
+        padded: each sequence has its own length.
+        bias: sizes of the bias; `()` for none.
         needs_bias: whether the bias needs a gradient.
         sink: whether the softmax has a sink.
         training: whether a backward will follow.

@@ -1,7 +1,7 @@
 """Fused attention in FP8 on CUDA: graphs of cuDNN. `csrc/ops/attention.h` is the contract.
 
-`settings` as in `kernels/attention.py`. `pairs` is fp32 `[rows, 2]`, of the forward and of the
-backward: a row {1/scale, scale} for each of its scales, then the amaxes that cuDNN found.
+`settings` are those of `kernels/attention.py`. The forward and the backward each write `pairs`,
+fp32 `[rows, 2]`: a row {1/scale, scale} for each of their scales, then the amaxes that cuDNN found.
 
 There is no CPU kernel: `attention/backends/unfused_fp8.py` is the definition.
 """
@@ -38,20 +38,20 @@ def fp8_attention_forward(
 
     Args:
         query: codes `[sequence, batch, heads, size]` or `[batch, sequence, heads, size]`, E4M3, of
-            any strides but the last one, 1.
+            any strides, of which the last is 1.
         key: likewise, with `groups` heads.
-        value: likewise, with `groups` heads and a size of its own.
-        scales: fp32 `[1]` each, of inputs, softmax result and result; None for the second one is
-            the scale that saturates no weight.
-        settings: see above.
+        value: likewise, with `groups` heads; its size may differ.
+        scales: fp32 `[1]` each, of inputs, softmax result and result. None for the second one
+            stands for 448, with which no softmax result saturates.
+        settings: see `kernels/attention.py`.
         scale: factor on the scores.
         statistics: whether a backward will follow.
-        amaxes: fp32 `[1]` each, raised to those of softmax result and result; None where nobody
-            asks.
+        amaxes: fp32 `[1]` each, raised to those of softmax result and result; None for an amax
+            that is not needed.
 
     Returns:
         Codes of the result, `[..., heads * size of value]`, E4M3; fp32 statistics of the softmax,
-        `[batch, heads, queries]`, None where not asked for; and `pairs`.
+        `[batch, heads, queries]`, None without `statistics`; and `pairs`.
     """
     *lead, heads, _ = query.shape
     out = new_empty(query, (*lead, heads * value.shape[-1]))
@@ -91,14 +91,14 @@ def fp8_attention_backward(
         pairs: what the forward returned.
         scales: fp32 `[1]` each, of the gradients of the result, of the product of query and key,
             and of the inputs.
-        settings: the forward's; `deterministic` is read here alone.
-        format: of all gradients, value of `DType`.
+        settings: the forward's; `deterministic` only matters here.
+        format: format of all gradients, a value of `DType`.
         amaxes: fp32 `[1]` each, raised to those of the gradients of the product, of query, of key
-            and of value; None where nobody asks.
-        together: where the gradients lie, `APART` or `AS_INPUTS`.
+            and of value; None for an amax that is not needed.
+        together: where the gradients are stored, `APART` or `AS_INPUTS`.
 
     Returns:
-        Their codes; and fp32 `[2]` = {1/scale, scale} of them.
+        The codes of the three gradients, and their fp32 `[2]` = {1/scale, scale}.
     """
     _, gradients = gradients_of((query, key, value), together, launch)
     all_pairs = new_empty(query, (_BACKWARD_ROWS, 2), torch.float32)
@@ -126,13 +126,13 @@ def fp8_attention_refusal(
     statistics: bool,
     format: int | None,
 ) -> str:
-    """Why cuDNN refuses codes of these sizes, `""` where it takes them.
+    """Why cuDNN refuses codes of these sizes, `""` if it takes them.
 
     Args:
-        sizes: of query, key and value.
+        sizes: sizes of query, key and value.
         device: index of the GPU.
-        settings: see above.
+        settings: see `kernels/attention.py`.
         statistics: whether a backward will follow.
-        format: of the gradients of a backward in FP8; None for another, or none.
+        format: format of the gradients, if the backward runs in FP8; else None.
     """
     return _C.fp8_attention_refusal(sizes, device, settings, statistics, format)

@@ -1,4 +1,4 @@
-"""Casts between dtypes of high precision, which recordings can hold."""
+"""Casts between dtypes of high precision, by a kernel that recordings can contain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """`x.to(dtype)`, where that computes something by a kernel of ours; no gradient passes.
+    """`x.to(dtype)` by a kernel of ours, through which no gradient passes.
 
-    Compilers fuse torch's own cast, and subclasses of tensors have casts of theirs.
+    In compiled code and for tensor subclasses it is torch's own cast: compilers fuse that, and
+    subclasses redefine it.
 
     Args:
         x: fp32, fp16 or bf16.
-        dtype: one of them.
+        dtype: one of these three.
         factor: fp32 `[1]`, by which values are multiplied in fp32 before they are rounded.
     """
     if x.dtype is dtype and factor is None:

@@ -1,7 +1,8 @@
 """Cross entropy of rows of logits, in fp32; ranks may have parts of the classes.
 
-`csrc/ops/cross_entropy.h` is the contract: the forward gives what a row's loss is made of, which
-ranks merge; the backward takes the logarithm of the merged sum.
+`csrc/ops/cross_entropy.h` is the contract. The forward returns four numbers for each row, from
+which its loss is computed and which ranks can merge; the backward takes the logarithm of the
+merged sum of exponentials.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ ELSEWHERE, IGNORED = -1, -2  # labels that are no class of this tensor
 def cross_entropy_forward(
     logits: torch.Tensor, labels: torch.Tensor, *, launch: bool = True
 ) -> torch.Tensor:
-    """What the losses of rows are made of.
+    """The four numbers from which the loss of each row is computed.
 
     Args:
         logits: `[rows, classes]`, fp32, fp16 or bf16, contiguous.
-        labels: `[rows]`, int32: a class of these, `ELSEWHERE` or `IGNORED`.
+        labels: `[rows]`, int32: the index of a class of this tensor, `ELSEWHERE` or `IGNORED`.
 
     Returns:
-        `[4, rows]` in fp32: the largest logit, and less that, the sum of exponentials, the label's
-        logit (NaN elsewhere, 0 where ignored) and the sum of logits.
+        `[4, rows]` in fp32. Row 0 has the largest logits. The others are computed from logits minus
+        the largest one: the sum of exponentials, the label's logit (NaN for `ELSEWHERE`, 0 for
+        `IGNORED`) and the sum of logits.
     """
     sums = logits.new_empty((4, logits.shape[0]), dtype=torch.float32)
     if launch:
@@ -45,15 +47,15 @@ def cross_entropy_backward_(
     *,
     launch: bool = True,
 ) -> None:
-    """Gradients of losses by logits, in the memory of these; 0 in rows that are ignored.
+    """Overwrite logits with the gradients of the losses by them; 0 in rows that are ignored.
 
     Args:
         logits: as in the forward.
         labels: as in the forward.
         log_sums: `[rows]`, fp32, the logarithm of the sum of all exponentials.
-        factors: `[rows]`, fp32, of each row's gradient.
-        smoothing: share of the target that is spread evenly.
-        evenly: that share of one class.
+        factors: `[rows]`, fp32, a factor of each row's gradient; None for 1.
+        smoothing: share of the target that label smoothing spreads evenly over all classes.
+        evenly: `smoothing` divided by the number of classes of all ranks.
     """
     if launch:
         _C.cross_entropy_backward(logits, labels, log_sums, factors, smoothing, evenly, logits)
@@ -85,7 +87,7 @@ def cross_entropy_backward_codes(
         plain: overwrite the logits with the gradients in their dtype.
 
     Returns:
-        `(rowwise, columnwise)`, None where not asked for; both are where only `plain` is.
+        `(rowwise, columnwise)`, each None where not asked for.
     """
     codes = torch.empty_like(logits, dtype=torch.uint8) if rowwise else None
     transposed = logits.new_empty(logits.shape[::-1], dtype=torch.uint8) if columnwise else None

@@ -1,7 +1,8 @@
 """The end-of-step update of all delayed-scaling states of a model.
 
-States are named by a table, int64 `[states, 6]` on their device, of rows that `entry` makes. The
-caller keeps histories and scales alive and at their addresses.
+A table, int64 `[states, 6]` on the device of the states, lists the addresses, sizes and strides of
+all histories and scales, so that one launch finds them. `entry` makes a row of it. The caller keeps
+histories and scales alive and at their addresses.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
-_MOST_SPREAD = 1024  # elements: more is a slip, and would be that much memory
+_MOST_SPREAD = 1024  # elements: a larger number is a mistake, and would waste memory
 _MOST_RECENT = {"max": False, "most_recent": True}
 
 
 def entry(scale: torch.Tensor, amax_history: torch.Tensor) -> list[int]:
-    """The row of a state.
+    """The row of a state in the table.
 
     Args:
         scale: fp32 `[count]`.
-        amax_history: fp32 `[length, count]`; the rows of a column are adjacent.
+        amax_history: fp32 `[length, count]`; the elements of a column are adjacent in memory.
     """
     addresses = [amax_history.data_ptr(), scale.data_ptr()]
     return [*addresses, *amax_history.shape, amax_history.stride(1), scale.stride(0)]
@@ -51,13 +52,15 @@ def delayed_scaling_update(
     Args:
         table: see the module's docstring. The memory it points at is written to; its own entries
             are not (the schema marks it as written so that compilers keep the call in its place).
-        reduced: fp32 `[columns]`, `gather_amax` reduced over ranks, which then stands for row 0;
-            None on a single rank.
+        reduced: fp32 `[columns]`: the results of `gather_amax` reduced over ranks, which are used
+            in place of row 0; None on a single rank.
         algorithm: `"max"` over the history or `"most_recent"`.
         fp8_max: largest finite value of the format.
         margin: scales are divided by `2**margin`.
-        amax: fp32 `[columns]`, what a recipe's own function has found instead of `algorithm`.
-        scale: fp32 `[columns]`, likewise instead of `fp8_max / amax / 2**margin`.
+        amax: fp32 `[columns]`: amaxes that a recipe's own function has computed, used in place of
+            `algorithm`; may be None.
+        scale: fp32 `[columns]`: scales that a recipe's own function has computed, used in place of
+            `fp8_max / amax / 2**margin`; may be None.
     """
     most_recent = _is_most_recent("delayed_scaling_update", algorithm)
     if launch:
@@ -73,9 +76,10 @@ def gather_amax(
     *,
     launch: bool = True,
 ) -> torch.Tensor:
-    """The amaxes that `delayed_scaling_update` goes by, as fp32 `[columns]`, in table order.
+    """The amaxes that `delayed_scaling_update` uses, fp32 `[columns]`, in the order of the table.
 
-    By default those of row 0, which ranks reduce; the other arguments are those of the update.
+    With the default arguments they are those of row 0, which ranks then reduce. For `reduced` and
+    `algorithm` see `delayed_scaling_update`.
     """
     most_recent = _is_most_recent("gather_amax", algorithm)
     out = table.new_empty(columns, dtype=torch.float32)
@@ -90,13 +94,13 @@ def spread(
 ) -> torch.Tensor:
     """Memory of a new state: a row for each column, with its scale first, then its history.
 
-    An operator, because graphs that compute a part again must make a state once, and would write
-    amaxes elsewhere if the values were copied into it by one of torch's.
+    This is one operator, so that a graph that recomputes a part makes the state only once. If
+    operators of torch copied the values into the memory, amaxes would be written to other memory.
 
     Args:
         scale: fp32 `[count]`.
         amax_history: fp32 `[length, count]`.
-        multiple: both begin at multiples of as many elements, at most 1024.
+        multiple: scale and history begin at multiples of so many elements, at most 1024.
     """
     if not 1 <= multiple <= _MOST_SPREAD:
         raise ValueError(f"[spread] expected a multiple of 1 to {_MOST_SPREAD}, got {multiple}")

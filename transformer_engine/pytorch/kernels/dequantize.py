@@ -22,8 +22,8 @@ def dequantize(
     Args:
         codes: one-byte elements, contiguous, any shape.
         format: value of `DType` (5 = E4M3, 6 = E5M2), or what `ScaleLayout.code` makes of it.
-        scales: fp32 `[2]` = {1/scale, scale}, or the first element alone; those of the blocks as
-            `quantize_blocks` returns them.
+        scales: fp32 `[2]` = {1/scale, scale}, or only the first element; or the inverse scales of
+            blocks, as `quantize_blocks` returns them.
         dtype: fp32, fp16 or bf16.
 
     Returns:

@@ -27,8 +27,8 @@ def dropout_add_forward(
         residual: shape of `x`, fp32, fp16 or bf16; its dtype is the result's.
         seed: int64 `[1]` on the device of `x`; None where `p == 0`. The same seed drops the same
             elements, on every device.
-        p: probability of dropping an element, `0 <= p < 1`; rounded up to a multiple of 2^-16,
-            and what is kept is multiplied by `1 / (1 - p)` of that.
+        p: probability of dropping an element, `0 <= p < 1`, rounded up to a multiple of 2^-16. The
+            other elements are multiplied by `1 / (1 - p)` with the rounded `p`.
     """
     out = new_empty(x, x.shape, x.dtype if residual is None else residual.dtype)
     if launch:
@@ -64,7 +64,7 @@ def dropout_add_backward(
 
 
 def bias_gradient(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of a bias `[cols]` from that of a sum `[..., cols]`, contiguous."""
+    """The gradient of a bias `[cols]`: column sums of the contiguous `grad` `[..., cols]`."""
     summed = dropout_add_backward(grad, None, 0.0, None, dtype)[1]
     assert summed is not None
     return summed

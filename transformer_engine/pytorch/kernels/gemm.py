@@ -1,21 +1,21 @@
 """Matrix products: cuBLASLt on CUDA, torch's matmul on the CPU.
 
-`csrc/ops/gemm.h` is the contract; `_define` below spells it in torch and is what runs on the CPU.
-Operands, row-major (their last axis is a row, all others count together):
+`csrc/ops/gemm.h` is the contract; `_define` below writes it in torch and is what runs on the CPU.
+Operands are row-major matrices (all axes but the last count together as rows):
 
     fprop   y[M, N]  = x[M, K]    w[N, K]^T    gemm(x, w)
     dgrad   dx[M, K] = dy[M, N]   w[N, K]      gemm(dy, w, b_transposed=True)
     wgrad   dw[N, K] = dy[M, N]^T x[M, K]      gemm(dy, x, a_transposed=True, b_transposed=True)
 
-An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose element 0 is
-1/scale. It is never transposed by the product: hand in the transpose that the cast has stored.
-Where blocks have scales (`kernels.quantize_blocks`), those of both operands do, and one of them has
-blocks of 1 x 128; codes are E4M3, sums fp32 sums.
-Where such a product has less than a block of columns or of terms, torch multiplies the dequantised
-operands on a GPU too.
+An FP8 operand consists of one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose element 0
+is 1/scale. The product never transposes it: pass the transpose that the cast has stored. If one
+operand has block scales (`kernels.quantize_blocks`), so has the other, and at least one of them has
+blocks of 1 x 128; codes are E4M3, and sums are in fp32. If such a product has fewer columns or
+terms than a block, torch multiplies the dequantised operands, also on a GPU.
 
-A GPU that multiplies no FP8 codes (`_devices.py` knows) multiplies what they mean in bf16, which
-holds each code exactly: sums are in fp32, and scales follow them, as in the definition.
+On a GPU that cannot multiply FP8 codes (see `_devices.py`) they are converted to bf16, which
+represents each of them exactly, and multiplied in bf16. As in the definition, sums are in fp32 and
+are multiplied by the scales afterwards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def gemm(
     Args:
         a: `[..., k]`, or `[..., m]` with the leading sizes as k where `a_transposed`.
         b: `[n, k]`, or `[..., n]` with the leading sizes as k where `b_transposed`.
-        dtype: of the result: that of the operands, or fp32; any of fp32, fp16 and bf16 for FP8.
+        dtype: dtype of the result. For plain operands it is their dtype or fp32; for FP8 operands
+            it is fp32, fp16 or bf16.
         a_scales: fp32, element 0 = 1/scale of FP8 `a`; or the inverse scales of its blocks.
         b_scales: the same for `b`.
         a_format: the FP8 format of `a`; -1 for a plain tensor.
@@ -130,7 +131,7 @@ def _multiply(
     bias: torch.Tensor | None,
     allow_tf32: bool | None,
 ) -> None:
-    """The product of two sides, by the library or by the definition."""
+    """The product of two sides: by cuBLASLt, or by `_define` if `_C` leaves it to torch."""
     if allow_tf32 is None:
         allow_tf32 = sides[0].dtype is not torch.float32 or allows_tf32()
     arguments: Any = (d, *sides, accumulate, fast_accumulation, bias, allow_tf32)
@@ -160,10 +161,10 @@ def _define(
     bias: torch.Tensor | None,
     allow_tf32: bool,
 ) -> None:
-    """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
+    """The definition of the product: in fp32, also under torch.autocast, and rounded at the end."""
     # `fast_accumulation` and `allow_tf32` permit less than fp32; the definition does not use it.
     if d.is_cuda and a_format != PLAIN:
-        # cuBLASLt adds no bias to FP8 products that lies anywhere, in an optimizer's buffer say.
+        # cuBLASLt refuses a bias of FP8 products that is not aligned, as in an optimizer's buffer.
         if bias is not None and bias.data_ptr() % _BIAS_ALIGNMENT:
             sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
             if _C.gemm(d, *sides, accumulate, fast_accumulation, bias.clone(), allow_tf32):
@@ -180,7 +181,7 @@ def _define(
 
 
 def _announce_replacement(index: int, sizes: tuple[int, int, int], layout: ScaleLayout) -> None:
-    """The result is exact, but the time is not that of an FP8 product."""
+    """Warn that torch computes an FP8 product: the result is exact, but it takes longer."""
     m, n, k = sizes
     if m and k and min(n, k) >= layout.run:
         limits = _devices.device_limits(index)
@@ -192,7 +193,7 @@ def _announce_replacement(index: int, sizes: tuple[int, int, int], layout: Scale
 
 @functools.cache
 def _announce_slow_product(text: str) -> None:
-    """Once for each GPU; for each size where only some are slow."""
+    """Warn once for each text: for each kind of GPU, or for each size if only some are slow."""
     warnings.warn(text, stacklevel=4)
 
 
@@ -229,7 +230,7 @@ def _matrix(
 
 @functools.cache
 def _values(format: int, device: torch.device) -> torch.Tensor:
-    """What each of the 256 codes means: a look-up takes a seventh of the time of torch's cast."""
+    """The values of the 256 codes: a look-up takes a seventh of the time of torch's cast."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     return codes.view(TORCH_FP8[format]).to(torch.float32)
 

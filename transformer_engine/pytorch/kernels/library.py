@@ -6,11 +6,11 @@ that calls the body directly in eager mode (the dispatcher costs 3 us a call) an
 `torch.ops.te.<name>` while compiling.
 
 Results may be None, in the body and in the operator: torch takes that as an undefined tensor, as
-its own operators return where nobody wants a gradient.
+its own operators return for gradients that nobody wants.
 
-Defaults are those of the function alone. The operator has none, so that compiled code calls it
-without keywords: each costs 0.4 us. Modules give every argument, so that nothing of a graph depends
-on defaults, which Dynamo would check at each call.
+Only the function has defaults. The operator has none, so that compiled code calls it without
+keywords, each of which costs 0.4 us. Modules pass every argument, so that no graph depends on
+defaults, which Dynamo would check at each call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIBRARY = torch.library.Library("te", "DEF")
 def _completed(
     arguments: tuple[Argument, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """All arguments of a call, those with a default that were left out included."""
+    """All arguments of a call, including the defaults of those that were left out."""
     full = list(args)
     for kind, name, default in arguments[len(args) :]:
         full.append(kwargs[name] if name in kwargs else _constant(kind, default))
@@ -47,7 +47,10 @@ def _completed(
 
 
 def _constant(kind: str, text: str) -> Any:
-    """Made of words: under dynamic shapes, numbers that Python keeps are inputs of graphs."""
+    """The value of a default, made from its text.
+
+    Under dynamic shapes Dynamo makes numbers that Python objects hold inputs of the graph.
+    """
     if kind == "float":
         return float(text)
     words = {"None": None, "True": True, "False": False}
@@ -71,9 +74,9 @@ def _exports_to_onnx() -> bool:
 def composite_op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as `torch.ops.te.<name>`, and return that operator.
 
-    Dynamo takes it as one operator and does not look inside. Where autograd is traced after that
-    (and in eager mode) the function itself is called: it must be made of torch's operators and
-    ours. Results may be views of arguments, as the schema says.
+    Dynamo takes it as one operator and does not look inside. When AOTAutograd traces the graph
+    afterwards, and in eager mode, the function itself is called: it must be made of torch's
+    operators and ours. Results may be views of arguments, as the schema says.
     """
     name = schema[: schema.index("(")]
 
@@ -121,7 +124,7 @@ def library_op(
             keep_calls(operator.default)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            # Fake tensors also come where nothing is compiling yet, or ever, as those on meta do.
+            # Fake tensors and meta tensors also come while nothing is being compiled.
             if torch.compiler.is_compiling() or (args and _has_no_memory(args[0])):
                 if _exports_to_onnx():
                     raise NotImplementedError(

@@ -1,8 +1,9 @@
-"""Uninitialised memory by the shortest way that torch has: what its compiled code calls.
+"""Allocates uninitialised memory by torch's fastest function, which its compiled code calls.
 
-It takes half of the time of `torch.empty_strided`, which takes half of that of `torch.empty`. It
-allocates on the current device, and no mode of torch would see it: where there is one, torch's own
-way it is. A recording is made under such a mode, and knows no other memory.
+That function takes half the time of `torch.empty_strided`, which takes half that of `torch.empty`.
+But it only allocates on the current device, and dispatch modes do not see it. So tensors are
+allocated in torch's usual way while a dispatch mode is active: recordings are made under one, and
+only know memory that it has seen.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from transformer_engine.pytorch._torch_private import (
 )
 
 _Tensor = torch.Tensor
-_ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
+_ALIGNMENT = 512  # as that of torch's allocator, so that the same kernels are chosen
 
 
 def allocators(device: torch.device) -> list[Allocator]:
-    """Functions of sizes, strides and dtype, for a program of `_C`; it asks them in this order.
+    """Functions that allocate by sizes, strides and dtype; `_C` tries them in this order.
 
-    The first one may give memory of another device, once that is the current one.
+    The first one allocates on the current device, which may be another one when it is called.
     """
 
     def allocate(
@@ -44,9 +45,9 @@ def allocators(device: torch.device) -> list[Allocator]:
 def new_empty(
     like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """`like.new_empty(shape, dtype=dtype)`, sooner on the current GPU in eager mode."""
+    """`like.new_empty(shape, dtype=dtype)`, but faster on the current GPU in eager mode."""
     if (
-        type(like) is _Tensor  # no fake one
+        type(like) is _Tensor  # not a fake tensor
         and like.is_cuda
         and empty_on_gpu is not None
         and like.get_device() == current_gpu()
@@ -71,10 +72,10 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def aligned(size: int) -> int:
-    """Bytes up to where the next tensor of a slab begins."""
+    """`size` in bytes, rounded up to where the next tensor of a slab begins."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

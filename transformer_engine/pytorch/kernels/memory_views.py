@@ -1,4 +1,4 @@
-"""Tensors that a recorded call names by their memory (csrc/bindings/recording.h)."""
+"""Tensors made from addresses, by which recorded calls name them (csrc/bindings/recording.h)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformer_engine.pytorch.dtypes import TORCH_DTYPES, DType
 
 
 def tensor_at(address: int, dtype: int, sizes: tuple[int, ...], device: int) -> torch.Tensor:
-    """A view of memory that a tensor owns.
+    """A contiguous tensor in memory that another tensor owns, and must keep alive.
 
     Args:
-        address: of its first byte.
+        address: address of the first byte.
         dtype: value of `DType`.
-        sizes: of a contiguous tensor.
+        sizes: sizes of the tensor.
         device: index of the CUDA device, -1 for the CPU.
     """
     element = TORCH_DTYPES[dtype]
@@ -39,7 +39,7 @@ def weak_view(x: torch.Tensor) -> torch.Tensor:
 
 
 class _DeviceBytes:
-    """Memory of a GPU, as torch takes it."""
+    """Memory of a GPU, described by the interface from which torch makes tensors."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Merging what was computed in parts, each for a range of the same tokens."""
+"""Merges results that were computed in parts: sums, or attention with different keys."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def merge_parts(
 ) -> None:
     """Add parts to `out`, in fp32 and rounded once.
 
-    Without log-sum-exps `out` becomes its sum with all parts. With them the parts are attention of
-    the same queries with sets of keys, none of which is in two sets, and `out` becomes attention
-    with all these keys: each of them is multiplied by its share of the softmax,
-    `exp(its log_sum_exp - log_sum_exp of all)`.
+    Without log-sum-exps `out` becomes its sum with all parts. With them, `out` and each part hold
+    attention of the same queries with disjoint sets of keys, and `out` becomes attention with all
+    these keys: each summand is multiplied by its share of the softmax,
+    `exp(log_sum_exp of the summand - log_sum_exp of all)`.
 
-    An infinite log-sum-exp says that there is no key. Rows without keys are not looked at; where
-    no row has keys, `out` stays as it is.
+    An infinite log-sum-exp means that a row has no key. Such rows are not read; if neither `out`
+    nor a part has keys for a row, the row of `out` stays as it is.
 
     Args:
         out: `[a, b, heads, size]` or `[tokens, heads, size]`; the dtype of the parts or fp32. Any
             strides whose last is 1, here and in parts.
         log_sum_exp: fp32, the shape of `out` without its last axis, any strides; None for a sum.
-        parts: one to four of one dtype, fp32, fp16 or bf16; the shape of `out`, but for the number
-            of tokens.
-        part_log_sum_exps: fp32, one for each part, any strides; none for a sum.
-        begins: for each part the token of `out` that is its first one.
+        parts: one to four tensors of one dtype, fp32, fp16 or bf16; the shape of `out`, except for
+            the number of tokens.
+        part_log_sum_exps: fp32, one for each part, any strides; an empty list for a sum.
+        begins: for each part, the token of `out` at which the part begins.
         token_axis: the axis of tokens in `[a, b, heads, size]`, 0 or 1.
-        fresh: `out` and `log_sum_exp` hold nothing yet. Rows that no part has become zero.
+        fresh: `out` and `log_sum_exp` are uninitialised. Rows that no part covers become zero.
     """
     if not launch:
         return

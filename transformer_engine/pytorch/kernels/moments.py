@@ -102,8 +102,8 @@ def cast_moments(
         format: value of `DType` (5 = E4M3, 6 = E5M2).
         row: float64 `[8]`, see `empty_cast_moments`; written to.
         active: as in `moments`.
-        squared_error: False leaves the row's `squared_error` NaN. Counts then come from the codes,
-            and from those values whose codes leave open what has happened.
+        squared_error: False leaves the row's `squared_error` NaN. Counts then come from the codes;
+            a value is only read if its code does not tell whether it under- or overflowed.
     """
     if launch:
         _C.cast_moments(x, codes, scales, format, row, active, squared_error)

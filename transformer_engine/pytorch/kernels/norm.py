@@ -69,7 +69,7 @@ def norm_forward(
         rowwise: delayed scaling: return the codes of `y`, rounded once from fp32.
         columnwise: delayed scaling: return the transposed codes `[cols, rows]`.
         current: current scaling: return the scales for quantising the plain result.
-        amax_epsilon: current scaling: smallest amax.
+        amax_epsilon: current scaling: lower bound of the amax.
         power_of_2: current scaling: round the scale down to a power of two.
         moments: row that the moments of `y` are merged into, as rounded to `out_dtype` (None: to
             the dtype of `x`); see `kernels.moments.moments`.
@@ -93,7 +93,9 @@ def norm_forward(
         outputs = (y, codes, transposed, scales, mean, rstd)
         scaling = (format, scale, amax, current, amax_epsilon, power_of_2)
         _C.norm_forward(*same, *outputs, *scaling, None if alone else moments, active)
-        if alone:  # a kernel of its own makes row-wise FP8 alone, and sums in its own order
+        # The kernel that writes only row-wise FP8 merges no moments, so a second call does. One
+        # call of another kernel would not do: its order of sums might change the codes.
+        if alone:
             norm_forward(*same, x.dtype, moments=moments, active=active)
     return None if out_dtype is None else y, codes, transposed, scales, mean, rstd
 

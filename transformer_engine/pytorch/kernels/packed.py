@@ -19,9 +19,9 @@ class PackedLayout(NamedTuple):
     """The memory layout of parts of one tensor `[..., features]`.
 
     Attributes:
-        shape: of the whole.
-        parts: shape, strides and first element of each part. No torch.Size: it costs 0.7 us.
-        strides: strides of each part, and bytes from the start of the first one.
+        shape: shape of the whole tensor.
+        parts: shape, strides and first element of each part. Not as torch.Size: it costs 0.7 us.
+        strides: strides of each part, and its distance in bytes from the start of the first part.
         by_head: the parts of each head are together.
     """
 
@@ -43,14 +43,14 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def map_parts(
     function: Callable[[torch.Tensor], torch.Tensor], parts: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """What `function` makes, element by element, of each of these `[..., heads, size]`.
+    """Apply an element-wise `function` of contiguous tensors to each part `[..., heads, size]`.
 
-    Parts that fill one tensor become parts of what it makes of that tensor, others contiguous
-    tensors. `function` takes contiguous ones.
+    If the parts fill one tensor, `function` is called once for that tensor, and the results are
+    parts of what it returns. Else it is called for each part, and the results are contiguous.
     """
     first = parts[0]
-    # Others are traced: a compiler does not fuse what makes parts of a tensor. Of fake tensors an
-    # operator learns the size of its results, which must be that of its calls.
+    # Code that is traced calls it for each part: a compiler does not fuse operators that make parts
+    # of a tensor. From fake tensors an operator learns the layout of the results of its calls.
     known = type(first) is torch.Tensor and not torch.compiler.is_compiling()
     layout = packed_layout_of(*parts) if known or type(first) is FakeTensor else None
     if layout is None:
@@ -100,7 +100,7 @@ def packed_base(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor 
 
 
 def packed_layout_of(*parts: torch.Tensor) -> PackedLayout | None:
-    """The layout of parts `[..., heads, size]` that fill one tensor; None of others."""
+    """The layout of parts `[..., heads, size]` that fill one tensor; None for other tensors."""
     first = parts[0]
     if type(first) is FakeTensor:
         return _packed_layout_of_fakes(parts)
@@ -112,13 +112,13 @@ def packed_layout_of(*parts: torch.Tensor) -> PackedLayout | None:
 
 
 def _packed_layout_of_fakes(parts: tuple[torch.Tensor, ...]) -> PackedLayout | None:
-    """`packed_layout_of` tensors without addresses; None where sizes are symbols."""
+    """`packed_layout_of` for tensors without addresses; None if sizes are symbols."""
     if len({memory_of(x) for x in parts}) > 1:
         return None
     rank = parts[0].dim()
     numbers = [[*x.shape, *x.stride(), x.storage_offset()] for x in parts]
     if not all([is_number(n) for own in numbers for n in own]):
-        return None  # to compare them would make a graph for these sizes alone
+        return None  # comparing symbols would specialise the graph to these sizes
     found = [[int(n) for n in own] for own in numbers]
     shapes, strides = zip(*[(torch.Size(o[:rank]), tuple(o[rank:-1])) for o in found], strict=True)
     item = parts[0].element_size()

@@ -67,15 +67,15 @@ def quantize_many(
     *,
     launch: bool = True,
 ) -> None:
-    """`quantize` of several tensors in few launches, into memory that is there.
+    """`quantize` of several tensors in few launches, into given memory. Lists may be empty.
 
     Args:
-        tensors: of one dtype, fp32, fp16 or bf16, on one device, contiguous.
-        rowwise: codes of their shapes, or none.
-        columnwise: transposed codes, or none; one of both is there.
-        pairs: fp32 `[2]` = {1/scale, scale}: written, but read where there are no `scales`.
-        scales: fp32 `[1]`, delayed scaling; or none.
-        amaxes: fp32 `[1]`, raised to the largest magnitudes; or none.
+        tensors: contiguous, on one device, of one dtype: fp32, fp16 or bf16.
+        rowwise: memory for codes, of the shapes of the tensors; or empty.
+        columnwise: memory for transposed codes; or empty, but not if `rowwise` is empty, too.
+        pairs: fp32 `[2]` = {1/scale, scale}: written from `scales`, or read if that is empty.
+        scales: fp32 `[1]`, delayed scaling; or empty.
+        amaxes: fp32 `[1]`, raised to the largest magnitudes; or empty.
         format: value of `DType` (5 = E4M3, 6 = E5M2).
     """
     if launch:

@@ -37,9 +37,9 @@ def quantize_blocks(
         x: fp32, fp16 or bf16, contiguous.
         format: element type and layout, see `ScaleLayout.code`.
         power_of_2: round scales down to powers of two.
-        epsilon: least amax.
+        epsilon: lower bound of the amax.
         rowwise: return codes and their scales.
-        columnwise: return transposed codes and theirs.
+        columnwise: return transposed codes and their scales.
         dbias: dtype of the column sums of `x`; None for no bias gradient.
         moments: row that the moments of `x` are merged into; see `kernels.moments.moments`.
         active: flag on the device for `moments`.

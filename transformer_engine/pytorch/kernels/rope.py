@@ -22,22 +22,23 @@ def rope(
     *,
     launch: bool = True,
 ) -> torch.Tensor:
-    """Turn the first elements of each head by its position's angles; rounded once from fp32.
+    """Rotate the first elements of each head by the angles of its position, in fp32.
 
     Args:
         x: `[sequence, batch, heads, size]`; with `cu_seqlens` `[tokens, heads, size]`; fp32, fp16
             or bf16, any strides whose last is 1.
-        freqs: angles, fp32 `[positions, turned]`.
+        freqs: angles, fp32 `[positions, rotary_dim]`.
         starts: int32 `[batch]`, the position of each sequence's first token; None for 0.
         cu_seqlens: int32 `[batch + 1]`, where each packed sequence ends.
         batch_first: `x` is `[batch, sequence, heads, size]`.
-        interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + turned / 2).
-        backward: turn a gradient back.
-        period: heads that repeat: of each so many in a row the first `rotated` are turned.
-        rotated: see `period`; the other heads are copied.
+        interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+        backward: `x` is a gradient; apply the transpose of the rotation.
+        period: the heads are taken in groups of this many; see `rotated`.
+        rotated: the number of heads that are rotated in each group, the first ones. The other
+            heads of the group are copied.
 
     Returns:
-        A contiguous tensor of the shape and dtype of `x`.
+        A contiguous tensor of the shape and dtype of `x`, rounded once from fp32.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if launch:

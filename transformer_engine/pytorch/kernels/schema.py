@@ -1,4 +1,4 @@
-"""What torch's dispatcher must know of an op, read off the annotations of its function."""
+"""The schema with which an op is registered in torch, made from its function's annotations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {
 
 
 class Argument(NamedTuple):
-    """`kind name`, as a schema writes it; the function's default in words, "" where it has none."""
+    """`kind name`, as a schema writes it; `default` is the function's default as text, or ""."""
 
     kind: str
     name: str

@@ -1,4 +1,4 @@
-"""How kernels read a tensor: the last axis is a row, all others are counted together."""
+"""How kernels read a tensor as a matrix: all axes but the last count together as rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of squares of many tensors in few launches, of which norms are made."""
+"""Sums of squares of many tensors in few launches, from which norms are computed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
-_BLOCK = 1 << 14  # elements of a sum, as in `csrc/ops/sum_squares.h`
+_BLOCK = 1 << 14  # elements in a partial sum, as in `csrc/ops/sum_squares.h`
 
 
 @library_op()
 def sum_squares(tensors: list[torch.Tensor], *, launch: bool = True) -> torch.Tensor:
-    """Squares of the elements of all tensors, summed up in parts of one tensor each.
+    """Partial sums of squares: one for each 16,384 elements of a tensor, or fewer at its end.
 
     Args:
-        tensors: one at least, on one device, contiguous, fp32, fp16 or bf16.
+        tensors: at least one, on one device, contiguous, fp32, fp16 or bf16.
 
     Returns:
-        fp32 `[parts]`: the sum of a norm's square. Equal tensors give equal bits.
+        fp32 `[parts]`, whose sum is the square of the norm over all tensors. Equal tensors give
+        equal bits.
     """
     parts = sum([-(-x.numel() // _BLOCK) for x in tensors])
     sums = torch.empty(parts, dtype=torch.float32, device=tensors[0].device)

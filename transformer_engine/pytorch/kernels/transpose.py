@@ -23,7 +23,7 @@ def transpose(codes: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
 def transpose_blocks(
     codes: torch.Tensor, scales: torch.Tensor, *, launch: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`transpose`, and the inverse scales of 128 x 128 blocks where the transpose has them.
+    """`transpose` of codes with 128 x 128 blocks, and of the inverse scales of these blocks.
 
     Args:
         codes: `[..., cols]`.

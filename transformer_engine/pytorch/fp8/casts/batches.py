@@ -1,4 +1,4 @@
-"""Casts of several tensors in few launches, for quantizers with one scale for each tensor."""
+"""Casts several tensors in few launches, for quantizers with one scale for each tensor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def cast_together(
         tensors: `[rows, cols]`, contiguous.
         requests: one for each tensor.
         pairs: fp32 `[2]` each, {1/scale, scale}; see `kernels.quantize.quantize_many`.
-        scales: of delayed scaling, from which `pairs` are written; an empty list if they are set.
-        amaxes: raised to those of the tensors; may be empty.
+        scales: scales of delayed scaling, from which the kernel writes `pairs`; an empty list if
+            `pairs` already have values.
+        amaxes: fp32 `[1]` each, raised to the amaxes of the tensors; may be empty.
     """
     quantizers: list[Any] = [request.quantizer for request in requests]
     codes: list[Any] = [None] * len(tensors)

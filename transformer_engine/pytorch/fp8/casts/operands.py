@@ -1,4 +1,4 @@
-"""What a GEMM takes: matrices that are plain or FP8, in the orientation each GEMM needs.
+"""`Operands`: matrices as GEMMs take them, plain or FP8, in the orientation that each GEMM needs.
 
 A Linear has three GEMMs:
 
@@ -60,7 +60,7 @@ def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
 
 
 def scale_pair(scales: torch.Tensor) -> torch.Tensor:
-    """fp32 `[2]` = {1/scale, scale}, where `scales` may lack the second."""
+    """fp32 `[2]` = {1/scale, scale}, from `scales` that may have only the first element."""
     scales = scales.reshape(-1)
     return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
 
@@ -134,9 +134,11 @@ def structure_of(operands: Operands) -> Operands:
 
 
 class OperandRequest:
-    """The sides of a tensor that the next GEMMs take, their quantizer, and the bias gradient.
+    """The sides of a tensor that the next GEMMs take, the quantizer that makes them, and extras.
 
-    Its `moments` are merged into a row for the debugger; see `kernels.moments.moments`.
+    With `bias_grad`, a dtype, the kernel also sums the columns. `moments` is a row of the debugger
+    into which the kernel merges the moments of the tensor, if the flag `active` on the device says
+    so; see `kernels.moments.moments`.
     """
 
     __slots__ = ("active", "bias_grad", "columnwise", "moments", "quantizer", "rowwise")
@@ -159,7 +161,7 @@ class OperandRequest:
 
 
 class FusedArguments(NamedTuple):
-    """A request as arguments of the fused kernels: see `kernels.norm` and `kernels.activation`."""
+    """Arguments of a fused kernel for a request: see `kernels.norm` and `kernels.activation`."""
 
     plain: bool  # a plain result is needed
     format: int = -1
@@ -185,7 +187,7 @@ class FusedOutputs(NamedTuple):
 
 
 class PendingCast(NamedTuple):
-    """A result of a stage that is yet to be cast; `scales` if the kernel has computed them.
+    """A result of a stage that is yet to be cast; with `scales` if the kernel has computed them.
 
     The chain casts it after it has freed the inputs of the stage, which lowers the memory peak.
     """

@@ -1,4 +1,4 @@
-"""Zero tokens: FP8 GEMMs take multiples of 16 of them, and zeros change no result."""
+"""Padding with zero tokens: FP8 GEMMs take a multiple of 16 tokens, and zeros change no result."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
 def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """Add zero tokens; they change no result, and the caller cuts off their rows of it."""
+    """Append `padding` zero tokens. The caller cuts the rows of these tokens off the result."""
     if not padding:
         return x
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
 
 
 def pad_side(side: Side | None, padding: int, columnwise: bool) -> Side | None:
-    """One side of operands with zero tokens added; a zero is the code zero at any scale."""
+    """One side of operands with zero tokens added; at any scale, the code of zero is zero."""
     if side is None or not padding:
         return side
     if not isinstance(side, Fp8Matrix):
@@ -34,7 +34,7 @@ def pad_operands(operands: Operands, padding: int) -> Operands:
 
 
 def resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
-    """The corner `[rows, cols]` of codes, or codes with zeros added; scales follow."""
+    """The codes cut, or padded with zeros, to `[rows, cols]`; scales of blocks are fitted, too."""
     codes = matrix.codes.view(rows_of(matrix.codes), matrix.codes.shape[-1])
     scales = matrix.scales
     if matrix.layout.in_blocks:

@@ -76,7 +76,7 @@ class Quantizer:
     def constants(self) -> tuple[Any, ...] | None:
         """The arguments for `rebuilt` beside scaling state; None if it cannot be rebuilt.
 
-        Without floats, which torch.compile makes inputs of a graph under dynamic shapes.
+        They hold no floats, which torch.compile makes inputs of a graph under dynamic shapes.
         """
         return None
 
@@ -92,7 +92,7 @@ class Quantizer:
 
     @property
     def cache_key(self) -> Hashable:
-        """Weights that were cached under an equal key can be used."""
+        """A key: a cached weight can be used again if it was cached under an equal one."""
         return self.scaling
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
@@ -118,7 +118,7 @@ class Quantizer:
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The operands of a weight kept in FP8.
 
-        If the column-wise side is None, the backward makes it, for one GEMM. Operands in high
+        If the column-wise side is None, the backward makes it, only for its GEMM. Operands in high
         precision have `dtype`.
         """
         raise NotImplementedError
@@ -156,7 +156,7 @@ class Quantizer:
         raise NotImplementedError
 
     def of_shards(self, group: Any) -> Quantizer | None:
-        """The quantizer for this rank's rows of a tensor. Codes equal those of the whole tensor.
+        """The quantizer that casts this rank's rows of a tensor to the codes of the whole tensor.
 
         None if only the whole tensor can be cast.
         """
@@ -219,7 +219,7 @@ class WrappingQuantizer(Quantizer):
 
 
 class IdentityQuantizer(Quantizer, native=True):
-    """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
+    """No quantisation: both sides are the tensor itself. Matmul computes the bias gradient."""
 
     casts_columns_later = True
 
@@ -239,7 +239,7 @@ class IdentityQuantizer(Quantizer, native=True):
         return Operands(self.operands(x, request).rowwise, None)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The kernel takes the moments."""
+        """The kernel does not cast, but merges the moments."""
         if request is None:
             return FusedArguments(True, epsilon=0.0)
         return FusedArguments(True, epsilon=0.0, moments=request.moments, active=request.active)
@@ -354,9 +354,9 @@ class GemmQuantizers:
         self.pads = self.fp8  # tokens are padded to what FP8 GEMMs take
         self.wrapped = False  # the debugger inspects these GEMMs
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
-        # They do nothing but call `_C`, the same for every tensor of a shape.
+        # The quantizers do nothing but call `_C`, the same for every tensor of a shape.
         self.native = all(quantizer.native for quantizer in six)
-        # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
+        # For fprop, dgrad, wgrad: only fprop may sum in the short accumulator of FP8 tensor cores.
         self.fast_accumulation = (self.fp8, False, False)
 
     def replaced(self, changed: Mapping[str, Quantizer], wrapped: bool = False) -> GemmQuantizers:

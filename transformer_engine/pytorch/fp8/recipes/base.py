@@ -62,11 +62,17 @@ class RecipeRules:
     def update_scales(
         self, members: ScalingMembers, states: list[ScalingState], amaxes: torch.Tensor | None
     ) -> None:
-        """End a step of the states of `members`, on one device; `amaxes` are reduced over ranks."""
+        """End a step of these states of `members`, which are on one device.
+
+        Args:
+            members: the group's states in one direction, with recipe and table.
+            states: the states to update.
+            amaxes: the amaxes of the step, reduced over ranks; None on a single rank.
+        """
         raise NotImplementedError
 
     def constants(self, recipe: Any) -> tuple[tuple[str, Any], ...] | None:
-        """The fields of a recipe that keeps state, by name; None if it may have other fields."""
+        """The fields of a recipe that keeps state, by name; None if they may not describe it."""
         return None
 
     def weight_layout(self, recipe: Any) -> ScaleLayout | None:

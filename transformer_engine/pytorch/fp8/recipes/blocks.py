@@ -22,9 +22,10 @@ class BlockQuantizer(Fp8Quantizer, native=True):
 
     Args:
         format: value of `DType`.
-        dimensions: of a block: 1 (1 x 128 values along the axis that a GEMM sums over) or 2.
+        dimensions: of a block: 1 (1 x 128 values along the axis that a GEMM sums over) or 2
+            (128 x 128 values).
         power_of_2: round scales down to powers of two.
-        epsilon: least amax.
+        epsilon: lower bound of the amax.
     """
 
     scaling = "fp8_block_scaling"
@@ -33,7 +34,7 @@ class BlockQuantizer(Fp8Quantizer, native=True):
     def __init__(
         self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
     ) -> None:
-        # Dynamo may make a symbol of a number; `index` gives a value.
+        # Dynamo may have made a symbol of the number; `index` returns its value.
         self.dimensions = index(dimensions)
         self.layout = block_layout(self.dimensions)
         super().__init__(format)
@@ -67,7 +68,7 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         return Operands(rowwise, self._matrix(transposed, column_scales), bias_grad)
 
     def of_shards(self, group: Any) -> BlockQuantizer:
-        """The same: no block has rows of two ranks."""
+        """The quantizer itself: no block has rows of two ranks."""
         return self
 
     def _matrix(self, codes: torch.Tensor | None, scales: torch.Tensor | None) -> Fp8Matrix | None:
@@ -114,7 +115,7 @@ class BlockRules(RecipeRules):
         return {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
 
     def refusal_of_weights(self, recipe: Float8BlockScaling) -> str:
-        """A weight in FP8 alone must have a transpose."""
+        """A weight that exists only in FP8 must have a transpose."""
         if self.weight_layout(recipe).transposes:
             return ""
         return (

@@ -28,7 +28,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
     Args:
         format: value of `DType`.
         power_of_2: round scales down to powers of two.
-        epsilon: least amax.
+        epsilon: lower bound of the amax.
     """
 
     scaling = "fp8_current_scaling"
@@ -51,7 +51,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
     def cast(
         self, x: torch.Tensor, scales: torch.Tensor | None, request: OperandRequest
     ) -> Operands:
-        """Cast with scales that the producer of `x` has found already, if it has."""
+        """Cast with the scales that the producer of `x` has found; find them if it has not."""
         if scales is None:
             return self.operands(x, request)
         return self.cast_with(x, request, scales=scales)
@@ -66,17 +66,17 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         return cast_together(tensors, requests, scales, [], [])
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The kernel finds the scale; the cast behind it takes the moments."""
+        """The fused kernel finds the scale; the cast after it merges the moments."""
         return FusedArguments(
             True, self.format, current=True, power_of_2=self.power_of_2, epsilon=self.epsilon
         )
 
     def of_shards(self, group: Any) -> ShardQuantizer:
-        """One that reduces the amax over the ranks first."""
+        """A quantizer that first reduces the amax over the ranks."""
         return ShardQuantizer(self, group)
 
     def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
-        """`current_scale` of csrc/core/scaling.h, but for NaN: here a NaN makes all of `x` NaN."""
+        """As `current_scale` of csrc/core/scaling.h, but a NaN in `x` makes the scale 1."""
         amax = x.abs().max().clamp(min=self.epsilon)
         known = (amax > 0.0) & (amax < torch.inf)
         scale = torch.finfo(TORCH_FP8[self.format]).max / torch.where(known, amax, 1.0)
@@ -91,10 +91,10 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
 
 
 class ShardQuantizer(CurrentQuantizer):
-    """`CurrentQuantizer` of a rank's rows of a tensor: the scale is that of all ranks' rows.
+    """`CurrentQuantizer` for a rank's rows of a tensor: the scale is that of all ranks' rows.
 
     Args:
-        one: of the whole tensor.
+        one: the quantizer of the whole tensor.
         group: process group of the ranks.
     """
 
@@ -111,7 +111,7 @@ class ShardQuantizer(CurrentQuantizer):
         return self.cast_with(x, request, scales=scales)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The kernel only makes the tensor: the scale needs all ranks."""
+        """The fused kernel only makes the plain tensor: the scale depends on all ranks."""
         return FusedArguments(True, epsilon=0.0)
 
 

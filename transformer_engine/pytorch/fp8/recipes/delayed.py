@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class DelayedQuantizer(Fp8Quantizer, native=True):
-    """Scale from the history; the amax of this tensor goes into it.
+    """Casts with a scale that past amaxes determine, and records the amax for later scales.
 
     Args:
         scale: fp32 `[1]`, read by the kernel.
@@ -79,7 +79,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         return cast_together(tensors, requests, pairs, scales, amaxes)
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """The kernel does the whole cast."""
+        """The fused kernel does the whole cast."""
         assert request is not None
         return FusedArguments(
             False,
@@ -104,7 +104,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         return DelayedQuantizer(scale, None, self.format)
 
     def of_shards(self, group: Any) -> Quantizer:
-        """The same: scales are equal, and amaxes are reduced at the end of the step."""
+        """The quantizer itself: ranks have equal scales, and reduce amaxes at the end of a step."""
         return self
 
     def persistent_tensors(self) -> Tensors:
@@ -134,18 +134,18 @@ class DelayedRules(RecipeRules):
     weight_family = "delayed"
 
     def constants(self, recipe: DelayedScaling) -> tuple[tuple[str, Any], ...] | None:
-        """The fields; None for a subclass, and where one is a function."""
+        """The fields; None for a subclass of the recipe, and if a field is a function."""
         functions = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
         if functions or type(recipe) is not DelayedScaling:
             return None
-        # Dynamo may make a symbol of a number that changes between calls; `index` gives a value.
+        # Dynamo may make a symbol of a number that changes between calls; `index` gives its value.
         numbers = [(name, index(getattr(recipe, name))) for name in _NUMBERS]
         return tuple([(name, getattr(recipe, name)) for name in _OTHERS] + numbers)
 
     def gemm_quantizers(
         self, recipe: DelayedScaling, columns: GemmColumns | None
     ) -> GemmQuantizers:
-        """Casts with the scales of the state; those of gradients where these have columns."""
+        """Casts with the scales of the state; gradients are cast if they have columns."""
         assert columns is not None
         forward, grad_output = self.forward_format(recipe), None
         if columns.grad_output is not None:
@@ -183,7 +183,7 @@ _Values = tuple[torch.Tensor | None, torch.Tensor | None]
 def _call_functions(
     members: ScalingMembers, states: list[ScalingState], reduced: torch.Tensor | None
 ) -> _Values:
-    """What the recipe's functions of amax and scale return, each fp32 `[columns]` of all states.
+    """The amaxes and scales that the recipe's own functions return, fp32 `[columns]` of all states.
 
     In the histories that they get, row 0 has the amaxes of all ranks, and NaN is replaced by 0.
     """
