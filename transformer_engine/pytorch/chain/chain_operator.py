@@ -82,7 +82,7 @@ class _Trace(NamedTuple):
     """How forwards with certain sizes ran; their backward needs to know this.
 
     Attributes:
-        shapes: of the values that came in.
+        shapes: shapes of the values that came in.
         places: where the operators find the tensors that they return and read.
         of_segments: the traces that `segments.forward` returned.
         by_stages: for each segment, whether its stages ran one by one.
@@ -219,7 +219,8 @@ class ChainOperator:
         with process_state().gemms.apart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
             if trace is not None and trace.by_stages != _by_stages(of_segments):
-                # recorded before, but the recording does not take these addresses or strides
+                # The backward expects a recorded forward, but the recording does not take these
+                # addresses or strides.
                 copies = tuple([None if x is None else x.clone() for x in inputs])
                 results, saved, of_segments = segments.forward(plan, copies, state)
         if trace is None:

@@ -42,7 +42,7 @@ _OPERATORS = _Operators()
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """A hash of this package's sources; its version stays the same from commit to commit."""
+    """A hash of this package's sources, which tells commits apart that have the same version."""
     digest = hashlib.sha256(transformer_engine.__version__.encode())
     for path in sorted(Path(transformer_engine.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -31,7 +31,7 @@ class FlowModule(Remakable, nn.Module):
         data_flow: `data_flow(flow, values, *groups)` computes the results of the layer from the
             values that come in and groups of arguments.
         flow_key: `flow_key()` returns what `data_flow` depends on beside its arguments.
-        flow_of_call: of a class that `joins_chains`: adds the parts of a call to a larger flow.
+        flow_of_call: adds the parts of a call to a larger flow; for classes with `joins_chains`.
     """
 
     data_flow: Callable[..., Any]
@@ -116,7 +116,7 @@ class ListingFlow(Flow):
     def _add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         count = part.chain.inputs
         inputs = arguments[:count]
-        if None in inputs:  # an error, perhaps, which the part itself raises
+        if None in inputs:  # perhaps an error, which the part raises when it is called
             raise NotOneChain
         likes = tuple([self._likes[v] for v in inputs])
         outputs = self.add(part, inputs, likes, arguments[count:], keywords)

@@ -1,4 +1,9 @@
-"""`FusedLayer`: the parts of a layer as one chain, so that a call is one node of the graph."""
+"""`FusedLayer`: the parts of a layer as one chain, so that a call is one node of the graph.
+
+The `data_flow` of the layer runs once on numbers instead of tensors. This lists the modules and
+parts that it calls, and joins their stages to one chain. In each call these members plan their
+stages as if they were called alone, and the plans are joined, too.
+"""
 
 from __future__ import annotations
 

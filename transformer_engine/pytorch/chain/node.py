@@ -1,4 +1,8 @@
-"""Calls of chains, and the autograd function that makes each of them one node of the graph."""
+"""Calls of chains, and the autograd function that makes each of them one node of the graph.
+
+Autograd does not look into the chain: the segments compute forward and backward. But the tensors
+that stages save for the backward are saved by autograd, so that its hooks see them.
+"""
 
 from __future__ import annotations
 

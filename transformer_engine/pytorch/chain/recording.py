@@ -312,7 +312,7 @@ class _BufferPlan:
         return self.inputs + 1, offset
 
     def _place_scratch(self) -> None:
-        placed: list[tuple[range, int, int]] = []  # calls, first byte, end
+        placed: list[tuple[range, int, int]] = []  # calls that use it, its first byte, its end
         for t in sorted(self.allocated, key=lambda t: -t.nbytes):
             start = t.data_ptr()
             used = self._calls_with(start, t.nbytes)

@@ -1,4 +1,4 @@
-"""A segment is a run of steps of a chain, for one plan and one shape of its inputs.
+"""A segment is a group of consecutive steps of a chain, for one plan and one shape of its inputs.
 
 The first call records it. If recording is refused, every call runs it stage by stage.
 """
@@ -125,7 +125,7 @@ class Segment:
         """Run the forward.
 
         Args:
-            plan: of the call.
+            plan: the plan of the call.
             inputs: the values that it reads, and its parameters.
             state: scaling state, if the plan has stand-ins for it (`CallPlan.state`).
 
@@ -274,7 +274,7 @@ class Segment:
         """Run the backward of a forward that ran from a recording; from a recording, if possible.
 
         Args:
-            plan: of the forward.
+            plan: the plan of the forward.
             grads: gradients of the values that the segment made.
             buffers: saved by the forward. The list is emptied, except (with `overlaps`) for buffers
                 that the first step's task reads. A tensor is freed when its last reader has run.

@@ -39,7 +39,7 @@ def forward(
     """Run the forward of a plan.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         inputs: the values that come in, and the parameters.
         state: scaling state, if the plan has stand-ins for it (`CallPlan.state`).
 
@@ -87,7 +87,7 @@ def backward(
     """Gradients of the values that came in and of the parameters.
 
     Args:
-        plan: of the forward.
+        plan: the plan of the forward.
         grad_outputs: gradients of what the chain returned, contiguous.
         tensors: saved by the forward. The list is emptied, which frees memory after each segment.
         traces: the traces of the forward.

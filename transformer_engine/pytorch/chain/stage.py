@@ -32,7 +32,7 @@ class ResultRequest(NamedTuple):
 
     Attributes:
         scales: fp32 `[2]`, {1/scale, scale} of transposed codes; None for the plain result.
-        format: of the codes, a value of `DType`.
+        format: format of the codes, a value of `DType`.
         rounded: the result is rounded to its dtype before it is cast.
     """
 
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
         target: where the weight gradient goes, a `WgradTarget`; set for the backward.
         input_again: the input, if it was not saved: gathered again, see `Stage.regather`, or
             computed again, see `Stage.recomputes`.
-        result_request: of the next stage, for the first result again; set for the backward.
+        result_request: how the next stage needs the first result again; set for the backward.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
@@ -84,7 +84,7 @@ class Stage:
         in_parts: it is a collective that transfers large tensors rank by rank.
         token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
-        passes_requests: its result is its input, so it hands the request of its consumer on.
+        passes_requests: its result is its input, so its producer gets the request of its consumer.
         options_vary: `options_in` returns different options for different shapes.
         delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
     """
@@ -231,7 +231,8 @@ class Stage:
             inputs: the values that it reads.
             parameters: tensors of the call.
             plan: returned by `prepare`.
-            request: of the only stage that reads the first result; None if there are more.
+            request: the request of the only stage that reads the first result; None if there are
+                more.
         """
         raise NotImplementedError
 
@@ -253,7 +254,8 @@ class Stage:
             grads: gradients of its results; some may be None, not all.
             saved: returned by `forward`.
             plan: returned by `prepare`.
-            request: of the stage that made the first input; None if other stages read that, too.
+            request: the request of the stage that made the first input, for its gradient; None if
+                other stages read that input, too.
         """
         raise NotImplementedError
 

@@ -76,9 +76,9 @@ class ParamGradTask:
     """Computes the gradients of a step's parameters, while a collective runs or in `backward_dw`.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         grads: gradients of all values, which `finish` adds to.
-        number: of the step.
+        number: number of the step.
         carry: returned by `backward_data` of the step.
         saved: what the forward of the step saved.
         input_again: see `Saved`; it may be pending.
@@ -129,7 +129,7 @@ def run_backward(
     """Run the backward of some steps, the last one first, stage by stage.
 
     Args:
-        plan: of the forward.
+        plan: the plan of the forward.
         grads: gradients of all values, parameters included. The steps add their gradients to it.
         record: what the steps saved. It is emptied, which frees memory after each stage.
         start: the first step.

@@ -88,7 +88,7 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        if {type(enabled), type(calibrating)} != {bool}:  # each step makes an autocast
+        if {type(enabled), type(calibrating)} != {bool}:  # slower; each step makes an autocast
             enabled, calibrating = checked_flags(
                 type(self).__name__, enabled=enabled, calibrating=calibrating
             )

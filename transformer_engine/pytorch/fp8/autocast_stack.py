@@ -1,4 +1,4 @@
-"""The stack of autocast scopes of each thread and asyncio task, and the updates at its end.
+"""The stack of autocast scopes of each thread and asyncio task, and the updates of scales.
 
 A `Scope` is frozen; entering an autocast pushes one, leaving it pops it. Modules look at the top of
 the stack in forward; backward uses what forward recorded. The outermost autocast is a `Step`:

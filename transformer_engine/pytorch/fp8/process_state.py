@@ -41,7 +41,7 @@ class Scope:
 
 
 OUTSIDE = Scope()
-_MOST_SCOPES = 4096  # that are known by number
+_MOST_SCOPES = 4096  # scopes that are known by number
 
 
 class ProcessState:
@@ -52,7 +52,7 @@ class ProcessState:
         compiled_groups: scaling groups of modules in compiled code, by (recipe, process group). A
             graph does not tell which modules ran, so an update covers the whole group.
         forward_pending: compiled code has deferred the forward update.
-        backward_pending: likewise.
+        backward_pending: compiled code has deferred the backward update.
         has_regions: a recompute region has recorded a call in FP8.
         checkpoints: the regions of checkpoints in which `activation_recompute_forward` was opened,
             oldest first. Keys are the objects that autograd keeps for these checkpoints.

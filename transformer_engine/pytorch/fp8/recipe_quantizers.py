@@ -56,7 +56,7 @@ FEATURE_ALIGNMENT = 16
 # Columns of a module's state, per GEMM: (input, weight, output) forward, (grad_output, grad_input)
 # backward.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2
-_CAST_COLUMNS = 2  # the first ones: outputs stay in high precision
+_CAST_COLUMNS = 2  # input and weight are cast; outputs stay in high precision
 _NO_TENSORS: Any = (None, None)
 _WITHOUT_TENSORS = GemmColumns(_NO_TENSORS, _NO_TENSORS, _NO_TENSORS)
 
@@ -123,7 +123,7 @@ class ModuleQuantizers(NamedTuple):
     Attributes:
         gemms: the quantizers of each GEMM.
         moved: the module's scaling state has moved to other memory.
-        columns: of the forward state; None without scaling state.
+        columns: columns of the forward state; None without scaling state.
         state: memory of the scaling state, if quantizers have stand-ins (`chain.chain_operator`).
     """
 

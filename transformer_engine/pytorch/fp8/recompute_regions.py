@@ -251,7 +251,7 @@ def may_recompute(stack: AutocastStack) -> bool:
     """
     if top_hooks(True) is not None:
         return True
-    # Off in inference mode, too, where only our own regions record calls.
+    # Gradients are also off in inference mode, where only our own regions record calls.
     if not forward_grad_enabled() and (stack.regions or not torch.is_inference_mode_enabled()):
         return True
     return process_state().has_regions and graph_task() != -1

@@ -46,7 +46,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         self.in_foreign_region = False  # see `recompute.module_calls.is_recompute`
 
     def __getstate__(self) -> dict[str, Any]:
-        process_state().flush()  # what compiled code has deferred; copies are in no group
+        process_state().flush()  # run deferred updates now, because copies are in no group
         return self.__dict__
 
     def updates(self, scope: Scope) -> bool:
@@ -78,10 +78,10 @@ class ScaledModule(OptionalExtraState, nn.Module):
         again. All modules must use this: if one had a side effect, Dynamo would undo this call.
 
         Args:
-            device: of the state.
-            kind: class of the recipe; one that is made in the graph has no value yet.
-            fields: of the recipe, with names.
-            process_group: of the scope.
+            device: device of the state.
+            kind: class of the recipe. A recipe that is made in the graph does not exist yet.
+            fields: names and values of the recipe's fields.
+            process_group: process group of the scope.
             leaves_amaxes: see `states_of`.
 
         Returns:

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.parallel.agreement import agree, without_address
 from transformer_engine.pytorch.parallel.collectives import all_reduce
 
 FORWARD, BACKWARD = "forward", "backward"
-ALIGNED = 4  # floats
+ALIGNED = 4  # floats, 16 bytes
 
 
 def columns_in(room: torch.Tensor, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -65,7 +65,7 @@ class ScalingState:
     def columns(self, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
         """The scales of these columns, and the amaxes.
 
-        Programs of torch.export hold all of `room`: torch does not save parts of what is on a GPU.
+        Programs of torch.export hold all of `room`: torch does not save parts of a GPU tensor.
         """
         if is_exporting():
             return columns_in(self.room, numbers)

@@ -89,6 +89,6 @@ class FP8GlobalStateManager:
         """Update the scales of delayed scaling now, and roll the histories.
 
         Args:
-            forward: those of inputs and weights; else those of gradients.
+            forward: True updates the scales of inputs and weights, False those of gradients.
         """
         process_state().update(FORWARD if forward else BACKWARD)

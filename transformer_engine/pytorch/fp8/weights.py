@@ -1,4 +1,9 @@
-"""Weights that a module keeps in FP8: how they are made, moved, saved and loaded."""
+"""Weights that a module keeps in FP8: how they are made, moved, saved and loaded.
+
+Such a parameter is a `QuantizedTensor`: codes and scales, and a nominal dtype that `weight.dtype`
+reports. A state dict holds the dequantised values, and the scales in `_extra_state`, from which
+loading restores the same codes.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +146,7 @@ def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None
             f"else refers to it ({error})"
         ) from error
     weight.grad = None if grad is None else function(grad)
-    # Autograd knows them by the tensor that has been swapped out.
+    # Set the hooks again: autograd knows them by the tensor that has been swapped out.
     weight._backward_hooks, weight._post_accumulate_grad_hooks = hooks
 
 

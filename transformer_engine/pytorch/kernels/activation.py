@@ -1,4 +1,9 @@
-"""Activations, forward and backward: plain results, FP8 codes, bias gradient."""
+"""Activations, forward and backward, whose kernels also help to quantise their results.
+
+Under delayed scaling the scale is known before, so the kernel itself writes FP8 codes. Under
+current scaling the scale depends on the result: the kernel writes the plain result and finds its
+scales, and another kernel casts it. The backward also computes the gradient of a bias.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
-MOST_PARTS = 4  # of a call, as in `csrc/ops/merge_parts.h`
+MOST_PARTS = 4  # in a call, as in `csrc/ops/merge_parts.h`
 
 
 @library_op(writes=("out", "log_sum_exp"))

@@ -1,4 +1,9 @@
-"""LayerNorm and RMSNorm over the last axis, forward (plain or FP8 results) and backward."""
+"""LayerNorm and RMSNorm over the last axis, forward (plain or FP8 results) and backward.
+
+Under delayed scaling the scale is known before, so the kernel itself writes FP8 codes. Under
+current scaling the scale depends on the result: the kernel writes the plain result and finds its
+scales, and another kernel casts it.
+"""
 
 from __future__ import annotations
 

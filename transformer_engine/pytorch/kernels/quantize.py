@@ -1,4 +1,9 @@
-"""FP8 quantisation of a tensor, row-wise, transposed, or both in one pass."""
+"""FP8 quantisation with one scale for the tensor: row-wise, transposed, or both in one pass.
+
+An FP8 GEMM can only sum along the contiguous axis of an operand. So a tensor over whose columns one
+GEMM sums, and another over its rows, is needed both as it is and transposed: one kernel writes both
+while it reads `x` once.
+"""
 
 from __future__ import annotations
 

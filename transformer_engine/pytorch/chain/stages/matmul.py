@@ -1,4 +1,4 @@
-"""`Matmul`: `y = x . w^T + b`, the stage that runs the GEMMs and requests quantised operands."""
+"""`Matmul`: `y = x . w^T + b`, the stage that requests operands and runs fprop, dgrad and wgrad."""
 
 from __future__ import annotations
 

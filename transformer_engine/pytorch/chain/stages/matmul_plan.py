@@ -53,13 +53,13 @@ class MatmulPlan:
         self.fp8_weight = first in call.fp8_weights  # the weight is kept in FP8
         self.needs_input = any(needs[:first])
         self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
-        self.input_in_backward: OperandRequest | None = None  # of `save_original_input`
+        self.input_in_backward: OperandRequest | None = None  # with `save_original_input`
         self.omits_input = False  # the stage before computes it again in the backward
         self.request = OperandRequest(quantizers.input, True, self.needs_weight)
         self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
         self.request.active = self.weight_request.active = call.cse_barrier
         bias_grad = call.dtype if self.needs_bias else None
-        self.grad_request: OperandRequest | None = None  # None: no gradient but that of the bias
+        self.grad_request: OperandRequest | None = None  # None: only the bias needs one
         self.grad_rows: OperandRequest | None = None
         self.grad_columns: OperandRequest | None = None
         if self.needs_input or self.needs_weight:

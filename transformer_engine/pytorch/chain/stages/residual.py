@@ -74,7 +74,7 @@ class DropoutAdd(Stage):
         facts = _Facts(x.dtype, None if bias is None else bias.dtype, len(inputs) > 1)
         saved = Saved((seed,), facts) if plan.requires_grad else Saved(())
         if plan.compiling and seed is None and bias is None and residual is not None:
-            return (residual + x.to(residual.dtype),), saved  # which compilers fuse
+            return (residual + x.to(residual.dtype),), saved  # compilers fuse this
         if bias is not None:
             bias = bias.to(x.dtype)
         return (dropout_add_forward(x, bias, residual, seed, plan.p),), saved

@@ -20,8 +20,8 @@ def product_of_parts(
 
     Args:
         parts: `Operands` of one rank after the other.
-        columns: of the product.
-        dtype: of the product.
+        columns: number of columns of the product.
+        dtype: dtype of the product.
         multiply: writes the product of some rows into a given tensor.
     """
     out: Any = None

@@ -69,7 +69,7 @@ def without_padding(
     in place that an autograd function has returned.
     """
     sizes = (*shape, y.shape[-1])
-    if plan.compiling or type(y) is not torch.Tensor:  # a fake one
+    if plan.compiling or type(y) is not torch.Tensor:  # a fake tensor
         return y[: y.shape[0] - padding].view(sizes)
     return part_of(y, sizes, strides_of(sizes), int(y.storage_offset()))
 
