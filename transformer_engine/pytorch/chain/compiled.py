@@ -152,7 +152,7 @@ def _results(operator: ChainOperator, inputs: Sequence[Any], made: Sequence[Any]
 
 @composite_op("chain(str key, Tensor?[] inputs, Tensor[] state) -> Tensor[]")
 def chain(key: str, inputs: list[Any], state: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a chain returns, as compiled code calls it; see the top of this file."""
+    """The operator that compiled code calls; see the top of this file."""
     operator = _OPERATORS[key]
     if operator.staged(inputs):
         with nullcontext() if type(inputs[0]) is torch.Tensor else compiling():

@@ -94,7 +94,7 @@ class _Listing(ListingFlow):
 
 
 def _with_tokens(x: torch.Tensor, ratio: Fraction | int) -> torch.Tensor:
-    """A tensor like `x` with `ratio` times as many tokens. All share the memory of one element."""
+    """A tensor like `x` with `ratio` times as many tokens, in the memory of one element."""
     if ratio == 1:
         return x
     return x.new_empty_strided((int(x.shape[0] * ratio), *x.shape[1:]), (0,) * x.dim())

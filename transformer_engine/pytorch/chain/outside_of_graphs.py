@@ -13,5 +13,5 @@ import torch
 
 @torch.compiler.disable
 def outside_of_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, which breaks the graph that is traced."""
+    """Call `function(*arguments)` in Python, after a graph break."""
     return function(*arguments)

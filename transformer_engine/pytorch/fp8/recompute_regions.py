@@ -45,7 +45,7 @@ class Call(NamedTuple):
         scope: the autocast scope of the call.
         scales: under delayed scaling a copy of the scales, fp32 `[3 * gemms]`; else None.
         step: the autocast step that ends with the module's backward, or None.
-        plan: of the call; None in high precision, and for attention, which makes no plan here.
+        plan: the plan of the call; None in high precision, and for attention, which makes none.
     """
 
     scope: Scope

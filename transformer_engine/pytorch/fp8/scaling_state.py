@@ -107,12 +107,12 @@ class ScalingState:
         return True
 
     def restore(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Write values in place, where graphs read; the history may have another length."""
+        """Write values in place, where CUDA graphs read them; the history's length may differ."""
         self.scale.copy_(scale)
         self.amax_history.copy_(_of_length(amax_history, self.length))
 
     def reset(self) -> None:
-        """Start anew, in place."""
+        """Set scales to one and the history to zero, in place."""
         self.scale.fill_(1.0)
         self.amax_history.zero_()
 
@@ -178,7 +178,7 @@ class ScalingMembers:
         return list(states.values())
 
     def table(self, states: list[ScalingState]) -> torch.Tensor:
-        """int64 `[states, 6]`, see `kernels/delayed_scaling.py`."""
+        """The table of these states, int64 `[states, 6]`, see `kernels/delayed_scaling.py`."""
         # References rather than ids: a new state may have the id of a dead one.
         seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:

@@ -19,9 +19,9 @@ from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
 
 
 class FP8GlobalStateManager:
-    """Questions about the innermost autocast region of this process, as class methods.
+    """Class methods that describe the innermost autocast of this thread or asyncio task.
 
-    It keeps nothing itself: the answers come from the one stack of scopes.
+    The class keeps no state: the answers come from the stack of scopes.
 
     >>> from transformer_engine.pytorch import autocast
     >>> with autocast(enabled=True):

@@ -60,7 +60,7 @@ def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Para
 
 
 def initialize(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
-    """Let an FP8 parameter start with these values."""
+    """Write its initial values into an FP8 parameter."""
     values = values.detach()
     parameter.quantize_(values)
     if init.preserve:
@@ -78,7 +78,7 @@ def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
 
 
 def rename(module: nn.Module, layer: str) -> None:
-    """Let messages name the layer as it is called now."""
+    """Let messages about the module's FP8 weights use this name of the layer."""
     for name, weight in fp8_weights(module).items():
         quantizer: Any = weight._quantizer
         if getattr(quantizer, "writes_weights", False):
@@ -161,7 +161,7 @@ def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Te
 
 
 def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Let a state dict hold FP8 parameters as plain tensors of their nominal dtype."""
+    """Replace FP8 parameters in a state dict by plain tensors of their nominal dtype."""
     for name, weight in fp8_weights(module).items():
         parameter: Any = module._parameters[name]
         state[prefix + name] = with_piece(parameter, weight.plain_values())

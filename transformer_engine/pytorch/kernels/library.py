@@ -49,7 +49,7 @@ def _completed(
 def _constant(kind: str, text: str) -> Any:
     """The value of a default, made from its text.
 
-    Under dynamic shapes Dynamo makes numbers that Python objects hold inputs of the graph.
+    Under dynamic shapes Dynamo turns numbers that Python objects hold into inputs of the graph.
     """
     if kind == "float":
         return float(text)

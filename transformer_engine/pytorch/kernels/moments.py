@@ -132,7 +132,7 @@ def merge_rows(
 
 
 def statistics(row: Sequence[float]) -> dict[str, float]:
-    """The statistics of a row of `moments`; NaN where there is nothing to say.
+    """The statistics of a row of `moments`; NaN for those that are not defined.
 
     Args:
         row: the fields of `MOMENTS`, on the host: `row.tolist()` of the tensor.

@@ -61,7 +61,7 @@ class Activation(Stage):
         return (value,), Saved((x,) if plan.requires_grad else ())
 
     def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
-        """In fp32, as it is computed."""
+        """The activation in fp32, as the kernel computes it."""
         (x,) = inputs
         return (define_activation(self.kind, self.numbers, x.float()),)
 

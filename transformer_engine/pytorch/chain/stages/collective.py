@@ -91,7 +91,7 @@ class Collective(Stage):
         self.ranks = ranks
 
     def rename(self, layer: str) -> None:
-        """Errors name the layer."""
+        """Take the new name of the layer, for errors."""
         self.ranks.layer = layer
 
     def joins(self, first: torch.Tensor) -> bool:

@@ -113,7 +113,7 @@ class Matmul(Stage):
         self.rename(layer)
 
     def rename(self, layer: str) -> None:
-        """Follow the name of the module."""
+        """Take the new name of the module."""
         self.name = f"{layer}.{self.part}" if self.part else layer
 
     def prepare(self, call: CallPlan, first: int) -> MatmulPlan:
@@ -140,14 +140,14 @@ class Matmul(Stage):
                 plan.cast_grad_in_two()
 
     def input_request(self, saved: Saved, plan: MatmulPlan) -> ResultRequest | None:
-        """The side that wgrad takes."""
+        """The request for the side that wgrad takes."""
         if not plan.omits_input:
             return None
         rounded = not plan.quantizers.input.rounds_once
         return ResultRequest(saved.tensors[1], saved.facts.x_format, rounded)
 
     def recordable(self, plan: MatmulPlan) -> bool:
-        """True if quantizers call nothing but `_C`, and the call caches nothing."""
+        """True if quantizers only call `_C`, and the call caches no weight and recasts no input."""
         makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.fp8_weight
         recasts_input = plan.input_in_backward is not None
         return plan.quantizers.native and not (makes_cache or recasts_input)
@@ -238,7 +238,7 @@ class Matmul(Stage):
         return plan.quantizers.input.padded(x, padding, plan.request), padding
 
     def exported(self, inputs: Values, parameters: Parameters, plan: MatmulPlan) -> Results:
-        """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
+        """The product in the dtype of activations; of FP8 operands in fp32, as on the CPU."""
         (x,) = inputs
         weight, bias = (*parameters, None)[:2]
         assert weight is not None

@@ -50,7 +50,7 @@ class _Plan(NamedTuple):
 
 
 class Norm(Stage):
-    """Two parameters: gamma `[features]` and beta `[features]` (None for RMSNorm).
+    """Its parameters are gamma `[features]` and beta `[features]` (None for RMSNorm).
 
     Args:
         kind: `"LayerNorm"` or `"RMSNorm"`.
@@ -68,7 +68,7 @@ class Norm(Stage):
     ) -> None:
         self.kind = KINDS[kind]
         self.epsilon = epsilon
-        # Under dynamic shapes torch.compile makes floats inputs of a graph; a string is a constant.
+        # Under dynamic shapes torch.compile turns floats into inputs of a graph, but not strings.
         self._constant_epsilon = repr(epsilon)
         self.zero_centered = zero_centered
         self.tap = tap
@@ -127,7 +127,7 @@ class Norm(Stage):
         )
 
     def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
-        """In fp32, as it is computed."""
+        """The norm in fp32, as the kernel computes it."""
         (x,) = inputs
         gamma, beta = parameters
         assert gamma is not None

@@ -62,7 +62,7 @@ class DropoutAdd(Stage):
         return True
 
     def draw(self, plan: _Plan, device: torch.device) -> torch.Tensor | None:
-        """On the device, by torch's generator: a captured graph draws anew at each replay."""
+        """A seed on the device, from torch's generator: captured graphs draw one at each replay."""
         return torch.randint(2**63 - 1, (1,), device=device) if plan.p > 0.0 else None
 
     def forward(
@@ -80,7 +80,7 @@ class DropoutAdd(Stage):
         return (dropout_add_forward(x, bias, residual, seed, plan.p),), saved
 
     def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
-        """Without dropout, which has been refused."""
+        """The sum without dropout, which an export refuses earlier."""
         x, residual = inputs if len(inputs) > 1 else (inputs[0], None)
         bias = parameters[0]
         total = x.float() if bias is None else x.float() + bias.float()

@@ -76,7 +76,7 @@ class Quantizer:
     def constants(self) -> tuple[Any, ...] | None:
         """The arguments for `rebuilt` beside scaling state; None if it cannot be rebuilt.
 
-        They hold no floats, which torch.compile makes inputs of a graph under dynamic shapes.
+        They hold no floats, which torch.compile turns into inputs of a graph (dynamic shapes).
         """
         return None
 
@@ -208,7 +208,7 @@ class WrappingQuantizer(Quantizer):
         )
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """Wrap the wrapped quantizer's quantizer for recomputes."""
+        """A copy that wraps the recompute quantizer of the wrapped one."""
         copied = copy.copy(self)
         copied.inner = self.inner.for_recompute(scale)
         return copied
@@ -279,7 +279,7 @@ class Fp8Quantizer(Quantizer):
         amax: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> Operands:
-        """Cast with one scale in one pass; see `kernels.quantize` for the last three."""
+        """Cast with one scale in one pass; for the last three arguments see `kernels.quantize`."""
         codes, transposed, own_scales, bias_grad = quantize(
             x,
             self.format,

@@ -145,7 +145,7 @@ class CurrentRules(RecipeRules):
         return gemms
 
     def weight_layout(self, recipe: Float8CurrentScaling) -> ScaleLayout:
-        """One scale."""
+        """One scale for the whole weight."""
         return WHOLE
 
     def weight_settings(self, recipe: Float8CurrentScaling) -> dict[str, Any]:

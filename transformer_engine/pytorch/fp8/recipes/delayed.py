@@ -59,7 +59,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
 
     @classmethod
     def rebuilt(cls, description: Any, column: Any) -> Quantizer:
-        """With the scale and amax of the column."""
+        """The quantizer with the scale and amax of the column."""
         scale, amax = column
         return cls(scale, amax, description[1])
 
@@ -99,7 +99,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         return self.pack(made.codes, made.transposed, made.scales, made.bias_grad)
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """The same format with a given scale."""
+        """A quantizer of the same format with the given scale, which records no amax."""
         assert scale is not None
         return DelayedQuantizer(scale, None, self.format)
 
@@ -169,7 +169,7 @@ class DelayedRules(RecipeRules):
         delayed_scaling_update(table, amaxes, named, members.fp8_max, recipe.margin, *own)
 
     def weight_layout(self, recipe: DelayedScaling) -> ScaleLayout:
-        """One scale."""
+        """One scale for the whole weight."""
         return WHOLE
 
     def weight_settings(self, recipe: DelayedScaling) -> dict[str, Any]:
