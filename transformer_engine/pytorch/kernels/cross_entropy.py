@@ -47,7 +47,7 @@ def cross_entropy_backward_(
     *,
     launch: bool = True,
 ) -> None:
-    """Overwrite logits with the gradients of the losses by them; 0 in rows that are ignored.
+    """Overwrite logits with the gradients of the losses with respect to them; 0 in ignored rows.
 
     Args:
         logits: as in the forward.

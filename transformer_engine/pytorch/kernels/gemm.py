@@ -181,7 +181,7 @@ def _define(
 
 
 def _announce_replacement(index: int, sizes: tuple[int, int, int], layout: ScaleLayout) -> None:
-    """Warn that torch computes an FP8 product: the result is exact, but it takes longer."""
+    """Warn that an FP8 product runs without FP8 kernels: it is exact, but takes longer."""
     m, n, k = sizes
     if m and k and min(n, k) >= layout.run:
         limits = _devices.device_limits(index)
