@@ -8,13 +8,13 @@ results are merged by their log-sum-exp.
     group.py         the ranks, and which calls they refuse
     schemes.py       the choice among ring, gather and heads
     score_blocks.py  which queries see which keys, as blocks of the score matrix; integers alone
-    lengths.py       lengths without padding, and places, of the sequences of a part
+    lengths.py       sequences of a part: lengths without padding, and positions in memory
     parts.py         forward and backward of a part
     merging.py       sums over parts: the result, and the gradients
     attend.py        attention over all parts, forward and backward
     ring.py          p2p: keys and values pass round a ring
     gather.py        all_gather: every rank gathers all keys and values
-    codes.py         FP8: what ring and gather cast, and what they send then
+    codes.py         FP8: the casts around ring and gather, which then send FP8 codes
     heads.py         a2a: every rank gets all tokens of some heads; a2a+p2p: a ring of such groups
     settings.py      the arguments of `set_context_parallel_group`
 """

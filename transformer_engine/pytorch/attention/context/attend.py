@@ -1,4 +1,10 @@
-"""Attention of a rank's queries with keys that arrive in steps, forward and backward."""
+"""Attention of a rank's queries with keys that arrive in steps, forward and backward.
+
+In each step the rank has some chunks of keys and values. The blocks of the score matrix that these
+keys have in common with the rank's queries are parts: each runs on a backend, and its result is
+merged with those of earlier parts. The backward visits the same parts. It gives each of them the
+merged result and the log-sum-exp over all keys, and adds up the gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +37,9 @@ class KeyValues(NamedTuple):
 
     Attributes:
         step: number of the step in the forward. The backward may run the steps in another order.
-        chunks: of the sequence.
-        key: in the format of the call; in FP8 attention codes.
-        value: likewise.
+        chunks: the chunks of the sequence that these keys are.
+        key: keys in the format of the call; in FP8 attention, codes.
+        value: values, in the same form.
     """
 
     step: int
@@ -43,7 +49,7 @@ class KeyValues(NamedTuple):
 
 
 class _PartRecord(NamedTuple):
-    """A part that ran in the forward; `tensors` are its own among all saved tensors of parts."""
+    """A part that ran in the forward; `tensors` is its range in the list of all parts' tensors."""
 
     step: int
     backend: Backend
@@ -103,9 +109,9 @@ class Backward:
 
     Args:
         rank_call: as in the forward.
-        grad: of the result.
-        saved: by the forward.
-        needs: which gradients are wanted.
+        grad: gradient of the result.
+        saved: what the forward saved.
+        needs: which gradients to compute.
     """
 
     def __init__(self, rank_call: RankCall, grad: torch.Tensor, saved: Saved, needs: Needs) -> None:

@@ -1,4 +1,8 @@
-"""Packed batches of token ids for context parallelism: padded, with positions, cut among ranks."""
+"""Prepares packed batches of token ids for context parallelism.
+
+Each sequence is padded to a length that can be cut into chunks, its tokens get position ids, and
+each rank takes its chunks of ids, labels and positions.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ def pad_thd_sequences_for_cp(
         input_ids: `[tokens]` or `[1, tokens]`, of any dtype.
         labels: likewise.
         cu_seqlens: int32 or int64 `[batch + 1]`, where each sequence begins, and the last one ends.
-        divisibility_factor: twice the context parallel ranks, or a multiple of that.
-        padding_token_id: behind the tokens of each sequence.
-        padding_label_id: behind its labels.
+        divisibility_factor: twice the number of context parallel ranks, or a multiple of that.
+        padding_token_id: id that is appended to the tokens of each sequence.
+        padding_label_id: label that is appended to the labels of each sequence.
 
     Returns:
         Ids and labels `[padded tokens]`, and `cu_seqlens` of the padded sequences.
@@ -67,8 +71,8 @@ def generate_positional_ids_for_cp(
     """The position of each token of `pad_thd_sequences_for_cp` in its sequence, padding too.
 
     Args:
-        cu_seqlens: before the padding, as there.
-        divisibility_factor: as there.
+        cu_seqlens: that of the sequences without padding, as for `pad_thd_sequences_for_cp`.
+        divisibility_factor: see `pad_thd_sequences_for_cp`.
         dtype: of the result.
 
     Returns:
@@ -76,7 +80,7 @@ def generate_positional_ids_for_cp(
 
     Raises:
         ValueError: see `pad_thd_sequences_for_cp`.
-        TypeError: likewise.
+        TypeError: see `pad_thd_sequences_for_cp`.
 
     Example:
         >>> generate_positional_ids_for_cp(torch.tensor([0, 2, 3]), 2)
@@ -95,10 +99,11 @@ def get_batch_on_this_cp_rank(
     cp_group: Any = None,
     qvk_format: str = "thd",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's part of a packed batch: of each sequence what `shard_sequence` leaves to it.
+    """This rank's part of a packed batch: the tokens that `shard_sequence` gives to this rank.
 
     Args:
-        cu_seqlens_padded: int32 or int64 `[batch + 1]`; twice the ranks divides all lengths.
+        cu_seqlens_padded: int32 or int64 `[batch + 1]`; every length is a multiple of twice the
+            number of ranks.
         input_ids_padded: `[padded tokens]` or `[1, padded tokens]`.
         labels_padded: likewise.
         position_ids_padded: likewise.
@@ -109,8 +114,10 @@ def get_batch_on_this_cp_rank(
         Ids, labels and positions of this rank, with the dimensions that they had.
 
     Raises:
-        ValueError: another format; sequences that cannot be cut, or of other tokens.
-        TypeError: no tensors, `cu_seqlens_padded` of another dtype, or no group.
+        ValueError: another format; sequences that cannot be cut into chunks, or whose lengths do
+            not add up to the number of tokens.
+        TypeError: arguments that are no tensors, `cu_seqlens_padded` of another dtype, or a
+            `cp_group` that is no process group.
     """
     op = "get_batch_on_this_cp_rank"
     if qvk_format != "thd":

@@ -1,18 +1,21 @@
 """FP8 attention of ranks that share sequences: query, key and value are cast before they are sent.
 
-    forward     FP8 codes of query, key and value, which a scheme sends; the merged result, cast
-    backward    the gradient of the result, cast; gradients of query, key and value, cast once after
-                the sum over all parts and ranks, which is fp32
+    forward     query, key and value are cast to FP8 codes, which the scheme sends; the merged
+                result is cast
+    backward    the gradient of the result is cast; the gradients of query, key and value are summed
+                in fp32 over all parts and ranks, and cast once after that
 
-Where cuDNN computes parts (`cudnn_fp8`), it multiplies codes in the forward. Results of parts are
-FP8, and merged in 16 bit. The backward is one in 16 bit of the values of codes, without casts.
+If cuDNN computes the parts (`cudnn_fp8`), its forward multiplies codes. The result of each part is
+FP8, and the results are merged in 16 bit. The backward is that of 16-bit attention, on the values
+that the codes stand for, and casts nothing.
 
-Elsewhere parts take values, and between the casts a scheme runs in fp32. Of all that attention in
-FP8 casts, see `backends/unfused_fp8.py`, only weights differ: the forward casts those of the
-softmax over the keys of a part, and multiplies the result of the part by its share. The backward
-casts those over all keys. It takes the sum of `d result * result`, with the merged result before
-its cast, for the mean that the derivative of the softmax subtracts; in one process that is a sum of
-unrounded weights.
+Otherwise the parts take the values that the codes stand for, and the scheme runs in fp32 between
+the casts. Compared with one process (`backends/unfused_fp8.py`) only the softmax weights differ.
+The forward casts the weights of the softmax over the keys of one part, and multiplies the result of
+the part by the share that the part has of the whole softmax. The backward casts the weights of the
+softmax over all keys. The derivative of the softmax subtracts a mean, which the backward computes
+as the sum of `d result * result`, with the merged result before its cast; one process computes that
+mean as a sum over unrounded weights.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
     """The functions of a scheme for calls in high precision and in FP8.
 
     In FP8 `forward` takes codes of query, key and value, and returns a result in `Casts.dtype`;
-    calls carry the scales of these codes, see `Casts.with_codes`. By the backward the scales of the
-    module have moved on: those of the forward are saved.
+    calls carry the scales of these codes, see `Casts.with_codes`. These scales are saved for the
+    backward, because the module may have updated its own by then.
     """
     backward_in_fp8 = cast_gradients(backward)
 
@@ -70,7 +73,10 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
 
 
 def _dtype_of_parts(query: torch.Tensor, call: Call, needs: Needs) -> torch.dtype:
-    """`Casts.dtype` of the call: whether cuDNN takes parts with its mask. Parts have no sink."""
+    """The `Casts.dtype` of a call: 16 bit if cuDNN can compute its parts in FP8, else fp32.
+
+    Parts have no sink.
+    """
     assert call.casts is not None
     if call.casts.calibrating:
         return torch.float32

@@ -1,6 +1,7 @@
 """all_gather: every rank gathers all keys and values; their gradients are reduce-scattered.
 
-The backward gathers again: between forward and backward a rank saves its own keys and values alone.
+Between forward and backward a rank saves only its own keys and values; the backward gathers those
+of all ranks again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _GatherCall:
         return to_sequence_order(all_gather_stack(x, self.group), self.dim, self.starts)
 
     def reduce_scatter(self, grad: GradSum) -> torch.Tensor:
-        """Sum a gradient of all tokens over the ranks, in fp32; this rank's tokens of the sum."""
+        """Sum a gradient of all tokens over the ranks, in fp32; returns this rank's tokens."""
         stack = to_rank_order(grad.in_fp32(), self.dim, self.ranks, self.starts)
         return reduce_scatter_stack(stack, self.group).to(grad.dtype)
 

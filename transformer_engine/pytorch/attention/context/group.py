@@ -22,10 +22,11 @@ class ContextGroup:
 
     Attributes:
         comm_type: one of `COMM_TYPES`.
-        group: of the ring, or of the ranks that gather; None for `a2a`.
-        heads: of the ranks that exchange heads for tokens; None for `p2p` and `all_gather`.
+        group: process group of the ring, or of the ranks that gather keys; None for `a2a`.
+        heads: process group of the ranks that exchange heads for tokens; None for `p2p` and
+            `all_gather`.
         backend_for: `schemes.scheme`, which chooses the backend of a call.
-        known: calls for which the ranks have agreed, as `schemes.scheme` tells them apart.
+        known: the structures of calls on which the ranks have agreed, see `schemes.scheme`.
     """
 
     comm_type: str
@@ -41,7 +42,7 @@ class ContextGroup:
 
     @property
     def group_rank(self) -> int:
-        """This rank in `group`."""
+        """The number of this rank in `group`."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
@@ -51,7 +52,7 @@ class ContextGroup:
 
     @property
     def head_rank(self) -> int:
-        """This rank in `heads`."""
+        """The number of this rank in `heads`."""
         return 0 if self.heads is None else dist.get_rank(self.heads)
 
     @property
@@ -61,11 +62,14 @@ class ContextGroup:
 
     @property
     def rank(self) -> int:
-        """This rank among them: it has the chunks `rank` and `2 * size - 1 - rank`."""
+        """This rank's number among all that share a sequence.
+
+        The rank has the chunks `rank` and `2 * size - 1 - rank`.
+        """
         return self.group_rank * self.head_size + self.head_rank
 
     def without_heads(self) -> ContextGroup:
-        """The ring alone."""
+        """The ring of this group, without the exchange of heads."""
         return replace(self, comm_type="p2p", heads=None)
 
 
@@ -77,7 +81,7 @@ class Refusal(NamedTuple):
     advice: str
 
     def text(self, comm_type: str) -> str:
-        """The message."""
+        """The error message."""
         return (
             f"[DotProductAttention] expected {self.expected} with cp_comm_type={comm_type!r}, got"
             f" {self.got}; {self.advice}"
@@ -116,7 +120,7 @@ def refusal(call: Call) -> Refusal | None:
 
 
 def _scales_are_equal(call: Call) -> bool:
-    """Whether all ranks have the scale by which they read the FP8 codes of each other."""
+    """Whether all ranks use the same scales, so that they can read each other's FP8 codes."""
     casts, context = call.casts, call.context
     if casts is None or casts.calibrating:
         return True
@@ -128,7 +132,7 @@ def _scales_are_equal(call: Call) -> bool:
 
 
 def _refusal_of_window(call: Call) -> Refusal | None:
-    """Refuse windows that lengths of padded sequences would move."""
+    """Refuse windows of padded sequences, if their place would depend on the lengths."""
     assert call.context is not None
     rule = call.shape.rule
     windowed = rule.left >= 0 or (rule.right >= 0 and not rule.type.causal)
@@ -144,10 +148,11 @@ def _refusal_of_window(call: Call) -> Refusal | None:
 
 
 def refusal_of_lengths(call: Call) -> Refusal | None:
-    """Refuse lengths of padded sequences that would move a causal mask.
+    """Refuse a causal mask if padded sequences have more keys than queries, or fewer.
 
-    Calls of one structure may have other lengths. They are read only where queries and keys have
-    theirs in two tensors: on a GPU the host waits for them, which a capture cannot.
+    Lengths are no part of the structure on which ranks agree, so this is checked in every call.
+    They are read only if queries and keys have separate tensors of lengths: the host waits for a
+    GPU then, which is impossible while a CUDA graph is captured.
     """
     assert call.context is not None
     kind = call.shape.rule.type

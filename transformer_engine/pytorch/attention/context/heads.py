@@ -40,7 +40,13 @@ from transformer_engine.pytorch.parallel.order import to_rank_order, to_sequence
 
 
 class _Facts(NamedTuple):
-    """What the backward needs beside tensors: backend, its own facts, and the call that it ran."""
+    """What the backward needs beside tensors.
+
+    Attributes:
+        backend: the backend that ran after the exchange.
+        backend_facts: `Saved.facts` of that backend.
+        inner: settings of the call that the backend ran.
+    """
 
     backend: Backend
     backend_facts: Any
@@ -65,13 +71,18 @@ class _Exchange:
         return sequences.starts // self.context.group_size
 
     def to_heads(self, x: torch.Tensor, side: str) -> Pending:
-        """`[tokens of a rank, heads, size]` as `[tokens of all, some heads, size]`."""
+        """Send `[tokens of this rank, heads, size]`, receive `[tokens of all, some heads, size]`.
+
+        Args:
+            x: as sent.
+            side: `query` or `key`: the sequences that the tokens belong to.
+        """
         stack = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0)
         received = all_to_all_stack(stack, self.group)
         return received.then(lambda x: to_sequence_order(x, self.dim, self._starts(side)))
 
     def to_tokens(self, x: torch.Tensor | None, side: str) -> Pending:
-        """The inverse of `to_heads`; None of None."""
+        """The inverse of `to_heads`; None becomes None."""
         if x is None:
             return Pending(None)
         stack = to_rank_order(x, self.dim, self.ranks, self._starts(side))
@@ -95,14 +106,14 @@ class _Exchange:
         return x if x.shape[dim] == 1 else x.chunk(self.ranks, dim)[self.rank]
 
     def _all_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., queries of all ranks, keys]` of `[..., queries of this rank, keys]`."""
+        """Gather `[..., queries of this rank, keys]` to `[..., queries of all ranks, keys]`."""
         if x.dim() < 2 or x.shape[-2] == 1:
             return x
         stack = all_gather_stack(x.movedim(-2, 0), self.group)
         return to_sequence_order(stack, 0).movedim(0, -2)
 
     def _all_tokens(self, mask: torch.Tensor) -> torch.Tensor:
-        """A padding mask `[batch, 1, 1, tokens]`, with the tokens of all ranks."""
+        """Gather a padding mask `[batch, 1, 1, tokens]` from all ranks."""
         stack = all_gather_stack(mask.movedim(-1, 0), self.group)
         return to_sequence_order(stack, 0).movedim(0, -1)
 
@@ -168,7 +179,7 @@ def _inner_shape(shape: CallShape, ranks: int, in_ring: bool) -> CallShape:
 
 
 def _check_lengths(call: Call) -> None:
-    """Check them here, before ranks wait for each other."""
+    """Check lengths before the exchange, so that no rank waits for one that raised an error."""
     context, shape = call.context, call.shape
     assert context is not None
     if shape.qkv_format == "thd":

@@ -1,8 +1,8 @@
-"""Lengths without padding, and places in memory, of the sequences of a part.
+"""The sequences of a part: lengths without padding, and positions in memory.
 
-Under context parallelism `cu_seqlens` describe whole sequences. In thd each sequence has chunks of
-its own length, so `score_blocks` works with chunks of `UNIT` tokens there, and `Lengths` scales its
-ranges to each sequence.
+Under context parallelism `cu_seqlens` describe whole sequences, of which a rank has some chunks. In
+thd the length of a chunk differs from sequence to sequence. So `score_blocks` pretends that every
+chunk has `UNIT` tokens, and `Lengths` scales the ranges that it returns to each sequence.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Lengths(NamedTuple):
         real: int64 `[batch]`, tokens of each whole sequence without padding.
         units: int64 `[batch]`, tokens of a chunk of each sequence, for thd; else None.
         starts: int64 `[batch]`, where each sequence begins in memory, for thd; else None.
-        tokens: in memory, for thd.
-        longest: upper bounds of the tokens of a whole sequence, and of a chunk.
-        padded: thd has room for padding between sequences.
+        tokens: number of tokens in memory, for thd.
+        longest: for thd, the most tokens of a whole sequence and of a chunk, or upper bounds.
+        padded: whether thd has room for padding between sequences.
     """
 
     real: torch.Tensor
@@ -40,7 +40,7 @@ class Lengths(NamedTuple):
     padded: bool
 
     def within(self, chunks: Chunks, range: Range) -> torch.Tensor:
-        """int64 `[batch]`: tokens that are no padding in a range of these chunks."""
+        """int64 `[batch]`: how many tokens of a range of these chunks are no padding."""
         total = torch.zeros_like(self.real)
         for first, count in chunks.runs(range):
             if self.units is None:
@@ -63,12 +63,12 @@ class Lengths(NamedTuple):
         return Sequences(ends, begins, self._longest(range))
 
     def _longest(self, range: Range) -> int:
-        """The longest sequence of a part, at least 1, because kernels take no empty ones."""
+        """Upper bound of the lengths in a part; at least 1, because kernels take no 0."""
         sequence, chunk = self.longest
         return max(1, min(sequence, chunk * ((range[1] - range[0]) // UNIT)))
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token of thd in memory its sequence, and its place within the sequence."""
+        """The number of each token's sequence, and its place among that sequence's tokens here."""
         assert self.starts is not None
         token = torch.arange(self.tokens, device=self.starts.device)
         sequence = (torch.searchsorted(self.starts, token, right=True) - 1).clamp_(min=0)
@@ -84,9 +84,9 @@ def lengths_of(
         sequences: of the call.
         parameter: the argument that errors name, such as `cu_seqlens_q`.
         qkv_format: of the call.
-        ranks: of the group.
+        ranks: number of ranks in the group.
         shares: memory holds one of this many equal shares of each sequence.
-        tokens: in memory.
+        tokens: number of tokens in memory.
     """
     cu_seqlens, starts = sequences.checked(parameter)
     real = cu_seqlens.to(torch.int64).diff()
@@ -103,7 +103,7 @@ def lengths_of(
 def _longest(
     real: torch.Tensor, units: torch.Tensor, longest: int | None, padded: bool, ranks: int
 ) -> tuple[int, int]:
-    """`Lengths.longest`; without `max_seqlen` the host waits for the device, once a call."""
+    """`Lengths.longest`. If `max_seqlen` is unknown, the host reads it from the device."""
     if longest is None:
         most = torch.stack((real, units)).amax(1).tolist() if real.numel() else [0, 0]
         return most[0], most[1]
@@ -111,7 +111,7 @@ def _longest(
 
 
 def check_packed(sequences: Sequences, parameter: str, ranks: int, tokens: int) -> None:
-    """Raise ValueError or TypeError unless sequences of thd, with all their tokens, have chunks."""
+    """Raise ValueError or TypeError unless all thd sequences can be cut into equal chunks."""
     cu_seqlens, starts = sequences.checked(parameter)
     name, whole = (parameter, cu_seqlens) if starts is None else (f"{parameter}_padded", starts)
     advice = "pad them and give cu_seqlens_q_padded and cu_seqlens_kv_padded"

@@ -1,4 +1,14 @@
-"""Sums over parts: the merged result of attention, and the gradients of its inputs."""
+"""Sums over parts: the merged result of attention, and the gradients of its inputs.
+
+Part i has seen some of the keys. With its result `out_i` and its log-sum-exp `lse_i`, the result
+for all keys is
+
+    lse = log(sum of exp(lse_i))
+    out = sum of exp(lse_i - lse) * out_i
+
+The gradients of parts are computed with the log-sum-exp of all keys, so they are summed as they
+are. The op `merge_parts` computes both kinds of sum.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +22,7 @@ from transformer_engine.pytorch.kernels.merge_parts import MOST_PARTS, merge_par
 
 
 class _Part(NamedTuple):
-    """What a part has for a range of tokens; `log_sum_exp` of results of attention alone."""
+    """The values of a part for the tokens from `begin` on; gradients have no `log_sum_exp`."""
 
     begin: int
     values: torch.Tensor
@@ -20,12 +30,15 @@ class _Part(NamedTuple):
 
 
 class _PartMerger:
-    """Merges parts: up to four with one rounding, in the dtype that they have, more in fp32.
+    """Merges parts.
+
+    Up to four are merged by one kernel, in the dtype of the parts and with one rounding. If there
+    are more, an fp32 tensor holds the sum while four at a time are added to it.
 
     Args:
         rank_call: the call.
         like: a tensor on the device of the parts.
-        shape: `[..., heads, size]`, of what the parts become.
+        shape: `[..., heads, size]`, the shape of the sum.
         weighted: parts are results of attention, each weighted by its share of the softmax.
     """
 
@@ -42,21 +55,21 @@ class _PartMerger:
     def add(
         self, range: Range, values: torch.Tensor, log_sum_exp: torch.Tensor | None = None
     ) -> None:
-        """Add what a part has for a range of tokens. It is read later, and must not be changed."""
+        """Add a part's values for a range of tokens; they are read later, so do not change them."""
         if len(self._waiting) == MOST_PARTS:
             self._merge(torch.float32)
-        if values.stride(-1) != 1:  # as einsum leaves gradients
+        if values.stride(-1) != 1:  # gradients that einsum returns
             values = values.contiguous()
         self._waiting.append(_Part(0 if self._packed else range[0], values, log_sum_exp))
 
     def merged(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What all parts have become, and the log-sum-exp of weighted ones."""
+        """The sum of all parts in a dtype; if they are weighted, also the log-sum-exp."""
         alike = all([part.values.dtype is dtype for part in self._waiting])
         out = self._merge(dtype if alike else torch.float32)
         return out.to(dtype), self._log_sum_exp
 
     def _merge(self, dtype: torch.dtype) -> torch.Tensor:
-        """Merge what is waiting into a tensor that begins in this dtype."""
+        """Merge the waiting parts into the output, which the first call allocates in a dtype."""
         waiting, self._waiting = self._waiting, []
         out, fresh = self._out, self._out is None
         if out is None:
@@ -75,7 +88,11 @@ class _PartMerger:
         return out
 
     def _new_log_sum_exp(self, out: torch.Tensor) -> torch.Tensor:
-        """`[..., heads]`. Tokens lie side by side, as the backward of a part wants them."""
+        """An empty log-sum-exp `[..., heads]`.
+
+        Except for thd, the tokens of a head are contiguous in memory, as the backward of a part
+        reads them.
+        """
         if self._packed:
             return out.new_empty(self._shape[:-1], dtype=torch.float32)
         sizes = [self._shape[axis] for axis in (1 - self._token_axis, 2, self._token_axis)]
@@ -84,7 +101,7 @@ class _PartMerger:
 
 
 class OutputMerger(_PartMerger):
-    """The result of attention, of the results of its parts.
+    """Merges the results of parts into the result of attention.
 
     Args:
         rank_call: the call.
@@ -99,7 +116,7 @@ class OutputMerger(_PartMerger):
     def add(
         self, range: Range, values: torch.Tensor, log_sum_exp: torch.Tensor | None = None
     ) -> None:
-        """See `_PartMerger.add`; heads of a result may be flat."""
+        """See `_PartMerger.add`; `values` may be `[..., heads, size]` or `[..., heads * size]`."""
         super().add(range, values.unflatten(-1, (-1, self._shape[-1])), log_sum_exp)
 
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +148,7 @@ class GradSum(_PartMerger):
         self.dtype = like.dtype
 
     def add_if_wanted(self, range: Range, grad: torch.Tensor | None) -> None:
-        """Add the gradient of a range of tokens; None where it is not wanted."""
+        """Add the gradient of a range of tokens; nothing for None."""
         if grad is not None:
             self.add(range, grad)
 

@@ -41,8 +41,8 @@ class AttentionPart(NamedTuple):
     """Attention of a block of queries and keys.
 
     Attributes:
-        block: its queries and keys.
-        call: the call of attention that computes it.
+        block: ranges of the queries and keys, and the band of the mask.
+        call: the call of attention that computes the part.
         has_keys: bool, broadcastable to `[..., heads]`, False for queries that are padding or see
             no key; None if there is no padding.
         key_runs: the keys in the whole sequence, as (first token, count) of each run.
@@ -65,12 +65,13 @@ class RankCall:
     """A call of attention on one rank, which runs as parts.
 
     Args:
-        call: with its tensors.
-        ranks: of the ring, or of the group that gathers.
+        call: the call with its tensors, for all chunks of this rank.
+        ranks: number of ranks in the ring, or in the group that gathers.
         queries: the chunks that this rank has.
         key_shares: keys in memory are one of this many equal shares of each sequence.
         tokens: number of queries and number of keys in memory.
-        device: of the tensors; a recording has stand-ins, which are on the CPU.
+        device: where the call runs. While it is recorded, its tensors are stand-ins on the CPU, so
+            they do not tell.
 
     Attributes:
         query_lengths: of query sequences; None without padding.
@@ -98,7 +99,7 @@ class RankCall:
         self.rule = call.shape.rule
         self.packed = call.shape.qkv_format == "thd"
         self.dim = sequence_dim(call.shape.qkv_format)
-        # Checked here, before ranks wait for each other.
+        # Lengths are checked here, so that no rank waits for one that raised an error.
         self.query_lengths = self._lengths(call.query_sequences, "cu_seqlens_q", ranks, 0)
         self.key_lengths = self._lengths(call.key_sequences, "cu_seqlens_kv", key_shares, 1)
 
@@ -176,24 +177,27 @@ class RankCall:
         return queries, key_sequences, has_keys.unsqueeze(-1)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Query, key or value as the backward takes it: `x`, in FP8 attention its values."""
+        """A query, key or value as the backward takes it: in FP8 attention the values of codes."""
         casts = self.call.casts
         return x if casts is None else casts.values(x)
 
     def dtype(self, x: torch.Tensor) -> torch.dtype:
-        """Of `values`."""
+        """The dtype of `values(x)`."""
         casts = self.call.casts
         return x.dtype if casts is None else casts.dtype
 
     def narrow(self, x: torch.Tensor, range: Range) -> torch.Tensor:
-        """A range of tokens; for thd all of `x`, because `Sequences` name the tokens."""
+        """A range of tokens. For thd it is all of `x`, and the call's `Sequences` say which."""
         if self.packed:
             return x
         return x.narrow(self.dim, range[0], range[1] - range[0])
 
 
 def slice_scores(x: torch.Tensor, queries: Range, key_runs: list[Range]) -> torch.Tensor:
-    """A block of a mask or bias `[..., queries of this rank, keys of all]`; sizes of 1 stay."""
+    """A block of a mask or bias `[..., queries of this rank, keys of all ranks]`.
+
+    Dimensions of size 1, which broadcast, stay as they are.
+    """
     if x.dim() > 1 and x.shape[-2] > 1:
         x = x.narrow(-2, queries[0], queries[1] - queries[0])
     if x.shape[-1] > 1:
@@ -204,7 +208,7 @@ def slice_scores(x: torch.Tensor, queries: Range, key_runs: list[Range]) -> torc
 
 @memoize
 def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | None) -> CallShape:
-    """The shape of a part's call; `tokens` are the queries and keys in memory, for thd alone."""
+    """The shape of a part's call; `tokens` are the queries and keys in memory, None but for thd."""
     queries, keys = (end - begin for begin, end in (block.queries, block.keys))
     kind, left = shape.rule.type, block.left
     if tokens is not None:
@@ -230,13 +234,13 @@ def part_forward(
     """Run a part.
 
     Args:
-        inputs: query, key and value; in FP8 attention codes.
-        part: its call.
+        inputs: query, key and value; in FP8 attention, codes.
+        part: the part.
         needs: which gradients a backward will be asked for.
-        device: for which a backend is chosen.
+        device: where the part runs, see `RankCall`.
 
     Raises:
-        NotRecordedError: while recording, if the backend cannot be.
+        NotRecordedError: while recording, if calls of the backend cannot be recorded.
 
     Returns:
         The result, its log-sum-exp `[..., heads]` (infinite for queries that see no key of the
@@ -244,7 +248,7 @@ def part_forward(
     """
     call = part.call
     bias = call.bias.tensor
-    if bias is not None and needs.bias:  # the choice of the backend depends on it
+    if bias is not None and needs.bias:  # the choice of a backend reads `requires_grad`
         bias = bias.detach().requires_grad_()
     with torch.set_grad_enabled(needs.bias):
         asked = call if bias is None else call._replace(bias=Bias(call.bias.type, bias))
@@ -270,13 +274,13 @@ def part_forward(
 def _backend_of(call: Call, dtype: torch.dtype, needs: Needs, device: torch.device) -> Backend:
     if call.casts is None:
         return choose(device, dtype, any(needs), call)
-    if not call.casts.by_cudnn:  # which takes some parts of such calls, but not all
+    if not call.casts.by_cudnn:  # cuDNN may take some parts of this call, but not all of them
         return unfused.BACKEND
     return choose(device, call.casts.dtype, any(needs), call)
 
 
 def with_seed(call: Call, backend: Backend, device: torch.device) -> Call:
-    """The call with a seed of dropout, where the backend takes one."""
+    """The call, with a new seed for dropout if the backend takes one."""
     draw = backend.draw_seed
     if draw is None or call.dropout.p == 0.0:
         return call
@@ -294,12 +298,12 @@ def part_backward(
     """Gradients of a part.
 
     Args:
-        grad: of the merged result, for the queries of the part.
+        grad: gradient of the merged result, for the queries of the part.
         tensors: query, key, value and merged result of the part.
         log_sum_exp: over all keys, +inf for queries that see none.
         part: as in the forward.
-        saved_part: by the forward.
-        needs: which gradients are wanted.
+        saved_part: what the forward saved.
+        needs: which gradients to compute.
     """
     backend, stripped = saved_part
     assert backend.parts is not None

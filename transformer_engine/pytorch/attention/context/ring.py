@@ -1,11 +1,11 @@
 """p2p: ring attention. Keys and values pass round a ring of ranks; queries stay on their rank.
 
-In step i of the forward rank r computes with the keys of rank r - i and receives those of rank
-r - i - 1. It saves the keys of the last step. The backward runs the steps in reverse: it begins
-with these keys, sends keys the other way round, and ends with the rank's own keys.
+In step i of the forward, rank r computes with the keys of rank r - i, and receives the keys of rank
+r - i - 1 meanwhile. It saves the keys of the last step. The backward runs the steps in reverse: it
+begins with these keys, sends keys the other way round, and ends with the rank's own keys.
 
-The gradients of a block of keys go straight to the owner of the keys, during the next step. The
-owner sums those of all ranks in fp32.
+The gradients that a rank has computed for the keys of another rank are sent straight to that rank
+during the next step. The owner of the keys sums the gradients of all ranks in fp32.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Ring:
         self.rank_call = RankCall(call, self.ranks, queries, self.ranks, tokens, device)
 
     def forward_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
-        """All steps. The keys of the next step are received while the caller computes with these.
+        """All steps. While the caller computes with one step's keys, the next ones are received.
 
         Args:
             key: of this rank.
@@ -93,15 +93,15 @@ class _Ring:
         Args:
             tensors: of the first step.
             steps: how many.
-            reverse: they come from the next rank, not from the previous one.
-            keep: those of the last step become `last`.
+            reverse: tensors come from the next rank, not from the previous one.
+            keep: the tensors of the last step become `last`.
         """
         lent: PendingReceive | None = None
         for step in range(1, steps):
             pending = send_to_next(tensors, self.group, reverse, turn=(step - 1) * len(tensors))
             yield tensors
             tensors = pending.lend()
-            if lent is not None:  # by now they have been read, and sent
+            if lent is not None:  # the tensors of the step before have been read, and sent
                 lent.release()
             lent = pending
             if keep and step + 1 == steps:
@@ -147,12 +147,13 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
 
 
 def reserve_memory(query: torch.Tensor, call: Call, needs: bool) -> None:
-    """Have peer memory for a call before it is recorded. All ranks of the ring must call this.
+    """Allocate the peer memory of a call before it is recorded. All ranks of the ring call this.
 
     Args:
         query: of the call.
         call: the call.
-        needs: a backward will follow; others are recorded where there is memory for gradients.
+        needs: whether a backward will follow. Without one no memory for gradients is allocated; the
+            call is recorded only if there is some already.
     """
     context, shape = call.context, call.shape
     assert context is not None
@@ -176,11 +177,11 @@ def _peer_tensors(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def _recordable(call: Call) -> bool:
-    """Where everything passes through peer memory."""
+    """Whether all tensors that the ring sends pass through peer memory."""
     return _is_plain(call) and len(_peer_tensors(call)) == _RECORDED
 
 
-_RECORDED = 4  # tensors of peer memory: of keys and values, and of their gradients
+_RECORDED = 4  # peer memory has two tensors for keys and values, and two for their gradients
 
 BACKEND = Backend(
     "p2p",

@@ -22,8 +22,8 @@ from transformer_engine.pytorch.parallel.agreement import agree
 def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     """The backend of a call with a `ContextGroup`: it communicates, and calls other backends.
 
-    Before the first call of each structure the ranks compare their calls, see `agree`. Behind it
-    each looks at the lengths of sequences alone, which are equal on all ranks.
+    Before the first call of each structure the ranks compare their calls, see `agree`. In later
+    calls each rank checks only the lengths of sequences, which are equal on all ranks.
 
     Raises:
         ValueError: on all ranks, if context parallel ranks cannot run the call.
@@ -82,7 +82,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
 
 
 def _sizes(x: Any) -> Any:
-    """The shape of a mask or bias, or those of a pair of masks; None of None."""
+    """The shape of a mask or bias, or the shapes of a pair of masks; None for None."""
     if isinstance(x, tuple | list):
         return tuple([_sizes(one) for one in x])
     return tuple(x.shape) if isinstance(x, torch.Tensor) else None

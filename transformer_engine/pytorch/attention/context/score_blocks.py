@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
         return len(self.numbers) * self.length
 
     def runs(self, range: Range) -> list[Range]:
-        """The tokens of a range in memory as runs of the sequence: (first token, count) each."""
+        """The runs of the sequence that a range in memory holds, each as (first token, count)."""
         found: list[Range] = []
         for place, number in enumerate(self.numbers):
             begin = max(range[0], place * self.length)
@@ -82,7 +82,7 @@ def score_blocks(
 
     Args:
         left: query i of the sequence sees keys from `i + shift - left` on; -1 is no limit.
-        right: and up to `i + shift + right`; -1 is no limit.
+        right: query i sees keys up to `i + shift + right`; -1 is no limit.
         shift: the key on the diagonal of query 0.
         queries: of one rank.
         keys: of the same or another rank, or of all ranks.
@@ -107,9 +107,10 @@ def score_blocks(
 
 @memoize
 def with_square_bands(blocks: tuple[ScoreBlock, ...]) -> tuple[ScoreBlock, ...]:
-    """The same pairs, where causal masks of more keys than queries are two blocks.
+    """The same pairs, but a causal block with more keys than queries becomes two blocks.
 
-    All queries see the keys of the first one; the second has as many keys as queries.
+    In the first of them every query sees all keys; the second is causal, with as many keys as
+    queries.
     """
     found = []
     for queries, (first, last), left, right in blocks:
@@ -133,7 +134,7 @@ def _cut(queries: int, keys: int, left: int, right: int, diagonal: int) -> Score
         return None
     first = max(0, begin + diagonal - left) if left >= 0 else 0
     last = min(keys, end + diagonal + right) if right >= 0 else keys
-    # The block's own diagonal ends at its bottom right.
+    # Count both limits from the diagonal that ends at the bottom right of the block.
     off = (diagonal + begin - first) - ((last - first) - (end - begin))
     left = left - off if left >= 0 else -1
     right = right + off if right >= 0 else -1

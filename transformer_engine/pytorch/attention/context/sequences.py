@@ -50,18 +50,20 @@ def shard_sequence(
         x: a tensor that is equal on all ranks; or a list of them, as the buffers of
             `torch.distributed.tensor.experimental.context_parallel`.
         cp_group: process group; a list of two for `a2a+p2p`; or a DeviceMesh of one dimension.
-        seq_dim: dimension of tokens; a list for a list.
-        cu_seqlens: int32 `[batch + 1]`, where sequences that are one after the other in dimension 0
-            begin, and the last ends: `cu_seqlens_q_padded` where there is room for padding. Each is
-            cut by itself.
+        seq_dim: dimension of tokens; a list of dimensions if `x` is a list.
+        cu_seqlens: int32 `[batch + 1]` for packed sequences, which follow one another in dimension
+            0: where each of them begins, and where the last one ends. If there is room for padding,
+            this is `cu_seqlens_q_padded`. Each sequence is cut by itself.
 
     Returns:
         Contiguous, with the tokens of both chunks one after the other.
 
     Raises:
         ValueError: tokens that cannot be cut into 2n chunks of equal length; a dimension that `x`
-            does not have; `cu_seqlens` of other tokens, or with another dimension than 0.
-        TypeError: no process group, tensors that are none, or another type of dimension.
+            does not have; `cu_seqlens` that do not fit the tokens, or with another dimension than
+            0.
+        TypeError: `cp_group` is no process group, `x` or `cu_seqlens` no tensor, or `seq_dim` no
+            int.
 
     Example:
         >>> shard_sequence(torch.arange(8), None)  # without a group all tokens are this rank's
@@ -92,8 +94,9 @@ def gather_sequence(
 
     The gradient is summed over the ranks, because the loss of the group is the sum of their losses.
 
-    Ranks compare their arguments before the first call of each shape, dtype, dimension and number
-    of sequences alone: whoever differs in a later one waits, or gets tokens in a wrong order.
+    Ranks compare their arguments only before the first call of each shape, dtype, dimension and
+    number of sequences. If they differ in a later call, ranks wait for each other without end, or
+    get tokens in a wrong order.
 
     Args:
         x: tokens of this rank.
@@ -135,7 +138,7 @@ class _Gather(torch.autograd.Function):
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = groups, dim, cu_seqlens
-        for group in groups:  # the group of neighbours first
+        for group in groups:  # begins with the group of neighbouring ranks
             x = all_gather_stack(x, group)
         ranks = x.shape[: len(groups)]
         return to_sequence_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)
@@ -187,7 +190,7 @@ def _check_dims(x: Sequence[torch.Tensor], dims: Any) -> None:
 def _check_tokens(
     op: str, x: torch.Tensor, dim: int, shares: int, ranks: int, cu_seqlens: torch.Tensor | None
 ) -> None:
-    """Raise unless each sequence, of which `x` is one of so many shares, has equal chunks."""
+    """Raise unless each sequence can be cut into equal chunks; `x` is one of `shares` of it."""
     check_tensors(op, x=x)
     check_sizes(op, None, -x.dim(), seq_dim=dim)
     if not -x.dim() <= dim < x.dim():

@@ -23,7 +23,7 @@ def context_group(
 ) -> ContextGroup | None:
     """The ranks that the arguments of `set_context_parallel_group` name; None for one rank.
 
-    `heads` are the numbers of query heads and of key heads. The stream is checked alone.
+    `heads` are the numbers of query heads and of key heads. The stream is checked, but not used.
     """
     where = f" (layer {layer})"
     if cp_comm_type not in COMM_TYPES:
@@ -104,7 +104,7 @@ def _check_ranks(groups: Sequence[Any], ranks: Any, where: str) -> None:
 
 
 def _check_heads(context: ContextGroup, heads: tuple[int, int], where: str) -> None:
-    """Raise ValueError unless every rank gets as many heads."""
+    """Raise ValueError unless the heads can be divided equally among the ranks."""
     size = context.head_size
     if heads[0] % size or heads[1] % size:
         raise ValueError(
