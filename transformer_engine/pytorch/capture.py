@@ -1,6 +1,6 @@
-"""Whether the host decides how long a call takes, or a CUDA graph is being captured.
+"""What limits a call: whether a CUDA graph is being captured, and whether it is host-bound.
 
-Also functions that remember what they found outside of captures.
+Also `memoize`, which caches results of functions, but none that were found during a capture.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOST_BOUND_BYTES = 16 * 1024 * 1024  # of the first input: up to it the host takes longer
+HOST_BOUND_BYTES = 16 * 1024 * 1024  # with a first input up to this size, a call is host-bound
 _MOST_RESULTS = 4096
 
 
 class NotRecordedError(RuntimeError):
-    """Raised while a call is recorded, by what cannot be; its text says what that is."""
+    """Raised while a call is recorded, by something that cannot be; the message names it."""
 
 
 def is_capturing() -> bool:
@@ -27,15 +27,16 @@ def is_capturing() -> bool:
 
 
 def is_host_bound(first: torch.Tensor) -> bool:
-    """Whether the host decides the time of a call with this first input."""
+    """Whether the host takes longer than the device for a call with this first input."""
     return first.numel() * first.itemsize <= HOST_BOUND_BYTES  # strides may be symbols
 
 
 def memoize(function: Callable[P, R]) -> Callable[P, R]:
-    """Like `functools.lru_cache`, which torch.compile warns about; not used while compiling.
+    """Like `functools.lru_cache`, about which torch.compile warns.
 
-    Arguments are positional and hashable. Not memoised: errors, and results found while a CUDA
-    graph is captured: libraries cannot be asked everything then.
+    Arguments must be positional and hashable. While torch compiles, the cache is not used. Errors
+    are not cached, and neither are results found while a CUDA graph is captured, when libraries
+    cannot answer all questions.
     """
     results: dict[object, R] = {}
 

@@ -1,4 +1,8 @@
-"""Warnings that compiled code may give too: torch.compile cannot trace them, so it makes them."""
+"""Warnings that also work in code that torch.compile traces.
+
+torch.compile cannot trace `warnings.warn`. So while it traces, these functions run as constants of
+the graph: the warning is given during the trace, and compiled code gives none.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from transformer_engine.pytorch.fp8.process_state import process_state
 
 
 def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) -> None:
-    """`warnings.warn`; while code is compiled, once for a text.
+    """`warnings.warn`; while torch compiles, only once for each text.
 
     Args:
         text: for the user.
-        stacklevel: as in `warnings.warn`, seen from the caller.
-        category: likewise.
+        stacklevel: as in `warnings.warn`, counted from the caller.
+        category: as in `warnings.warn`.
     """
     if torch.compiler.is_compiling():
         _warn_while_tracing(text, text, category)
@@ -25,11 +29,11 @@ def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) 
 
 
 def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
-    """Warn the first time that there is something to say about a thing, however many it concerns.
+    """Warn, unless there was a warning about the same thing before.
 
     Args:
         text: for the user.
-        about: the thing; empty: the text itself.
+        about: name of the thing; if empty, the text itself.
         stacklevel: as in `warn`.
     """
     if torch.compiler.is_compiling():
@@ -39,7 +43,7 @@ def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
 
 
 def has_warned(about: str) -> bool:
-    """Whether `warn_once` has warned of a thing: there is no need to look for it again."""
+    """Whether `warn_once` has warned about a thing, so that callers need not check it again."""
     return about in process_state().announced
 
 

@@ -1,4 +1,9 @@
-"""`CudaRNGStatesTracker`: named states of the random number generator, one of them at a time."""
+"""`CudaRNGStatesTracker`: named states of the random number generator.
+
+With tensor parallelism, ranks must draw different numbers where they hold parts of one tensor, and
+the same numbers elsewhere. A tracker has a state for each purpose. Inside of its `fork`, torch's
+default generator continues from one of them, and afterwards from where it was before.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,7 @@ def set_all_rng_states(states: Mapping[str, State]) -> None:
 
 
 def snapshot(states: Any) -> Any:
-    """What a tracker's `get_states` gave, cut off from draws and changes that come later."""
+    """Copies of the states that a tracker's `get_states` returned."""
     if isinstance(states, Mapping):
         return {name: snapshot(state) for name, state in states.items()}
     if isinstance(states, torch.Generator):
@@ -60,7 +65,7 @@ def snapshot(states: Any) -> Any:
 
 
 def check_tracker(op: str, get: object, layer: str = "") -> None:
-    """Raise TypeError unless this is None or a function, as that which returns a tracker is."""
+    """Raise TypeError unless `get`, which should return a tracker, is None or a function."""
     if get is None or callable(get):
         return
     hint = "; did you mean lambda: tracker?" if hasattr(get, "fork") else ""
@@ -74,17 +79,17 @@ def check_tracker(op: str, get: object, layer: str = "") -> None:
 class CudaRNGStatesTracker:
     """Keeps random number states by name, and runs parts of a model under one of them.
 
-    Ranks that hold parts of one tensor must draw unlike numbers there and like numbers elsewhere:
-    `add` makes a state of its own for that, and inside `fork` torch draws from it.
+    Ranks that hold parts of one tensor must draw different numbers for it, and the same numbers
+    elsewhere. For this, `add` makes a separate state, and inside of `fork` torch draws from it.
 
-    On CUDA a state is a `torch.Generator`, which a CUDA graph can draw from once it is registered
-    with the graph (see `register_with`); on the CPU it is a uint8 tensor. `get_states` gives the
-    states themselves, not copies. To save them: `{name: state.get_state() ...}`; `set_states`
-    takes such tensors too.
+    On CUDA a state is a `torch.Generator`, from which a CUDA graph can draw once it is registered
+    with the graph (see `register_with`). On the CPU it is a uint8 tensor. `get_states` returns the
+    states themselves, not copies. To save the states of CUDA, use `{name: state.get_state() ...}`;
+    `set_states` takes such tensors, too.
 
     Args:
-        device: whose generator is forked; None is cuda where there is one, else cpu. Without an
-            index it is the device that is current when a state is made.
+        device: the device whose generator is forked; None is cuda if there is a GPU, else cpu.
+            `cuda` without an index is the device that is current when a state is made.
 
     Attributes:
         states_: states by name.
@@ -122,8 +127,9 @@ class CudaRNGStatesTracker:
         """Replace all states. Sizes and seeds are not checked.
 
         Args:
-            states: by name, as `get_states` gives them; a tensor of bytes goes into the generator
-                of that name where there is one, so that a CUDA graph keeps drawing from it.
+            states: by name, as `get_states` returns them. On CUDA, a uint8 tensor is copied into
+                the generator of that name if there is one, so that a CUDA graph that draws from
+                this generator continues from there.
 
         Raises:
             TypeError: no mapping, or values that are no states.
@@ -137,11 +143,11 @@ class CudaRNGStatesTracker:
         process_state().rng_trackers.add(self)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state; torch's own generators are left alone.
+        """Make a state; torch's own generators do not change.
 
         Args:
-            name: of the new state.
-            seed: the state is that of a generator seeded so.
+            name: name of the new state.
+            seed: seed of the new state.
 
         Raises:
             ValueError: the name or the seed is taken.
@@ -165,12 +171,12 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = DEFAULT_NAME) -> Iterator[None]:
-        """Draw from a named state inside the `with`, which keeps how far it got.
+        """Inside of the `with`, draw from a named state; the next `fork` of it continues there.
 
-        Forks may be nested, also of one name.
+        Forks may be nested, also forks of one name.
 
         Args:
-            name: of the state.
+            name: name of the state.
 
         Raises:
             KeyError: no such state.
@@ -188,7 +194,7 @@ class CudaRNGStatesTracker:
         """Let a CUDA graph draw from the states of CUDA; call it before the capture.
 
         Args:
-            graph: that will be captured; each replay then draws numbers of its own.
+            graph: the graph that will be captured; each of its replays then draws new numbers.
 
         Example, on a GPU:
 
@@ -224,7 +230,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def _copied(self, name: str) -> Iterator[None]:
-        """CPU generators cannot be swapped: states are copied, to and fro."""
+        """`fork` on the CPU, whose generators cannot be swapped: it copies states both ways."""
         default = torch.default_generator
         outside = default.get_state()
         outer = self._entered[-1] if self._entered else None
@@ -238,7 +244,7 @@ class CudaRNGStatesTracker:
         finally:
             self._entered.pop()
             own.put(self.states_, default.get_state())
-            if outer is not None:  # its state went on where a fork of its name was inside
+            if outer is not None:  # an inner fork of the same name has moved its state on
                 outer.state = self.states_.get(outer.name, outside)
             default.set_state(outside if outer is None else outer.state)
 
@@ -260,8 +266,11 @@ class _Open:
 
 @contextmanager
 def _lent(generator: torch.Generator) -> Iterator[None]:
-    """Inside, the default generator of that device is `generator` under another name."""
-    index = generator.device.index  # None: of a generator that was made for "cuda"
+    """`fork` on CUDA: inside, the device's default generator uses the state of `generator`.
+
+    They share one state, so that draws move both on.
+    """
+    index = generator.device.index  # None for a generator that was made for "cuda"
     default = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
     outside = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
@@ -272,11 +281,13 @@ def _lent(generator: torch.Generator) -> Iterator[None]:
 
 
 class StatesOf:
-    """Inside, a tracker is where it was. Entered as often as autograd's graph is run.
+    """A context in which a tracker has earlier states, for a recompute.
+
+    It may be entered again each time that autograd runs a graph.
 
     Args:
-        tracker: whose states are set.
-        states: a snapshot of what its `get_states` gave.
+        tracker: the tracker.
+        states: a `snapshot` of its states.
     """
 
     def __init__(self, tracker: Any, states: Any) -> None:

@@ -1,7 +1,8 @@
-"""`ScaleLayout`: how the scales of an FP8 matrix belong to its values.
+"""`ScaleLayout`: which scale of an FP8 matrix belongs to which values.
 
-`csrc/core/scale_blocks.h` says the same to kernels. What crosses into `_C` is one number for the
-element type and the layout of a matrix; it is made and read here alone.
+A matrix has one scale for all values, or a scale for each block of values, in one of two shapes of
+blocks. `csrc/core/scale_blocks.h` is the same table for kernels. `_C` takes the element type and
+the layout of a matrix as one number, which only this file makes and reads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-_ELEMENTS = 16  # more than there are element types
+_ELEMENTS = 16  # a bound on the number of element types
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,10 @@ class ScaleLayout:
     """Which values of a `[rows, cols]` matrix share a scale, and where its scales lie.
 
     Attributes:
-        number: of the layout in `_C`.
-        block: rows and columns of the values that share a scale; None where all values do.
-        scale_dtype: of the scales in memory.
-        columns_first: the grid of the blocks' scales is stored transposed.
+        number: number of the layout in `_C`.
+        block: rows and columns of a block of values that share a scale; None if all values do.
+        scale_dtype: dtype of the scales in memory.
+        columns_first: whether the grid of the blocks' scales is stored transposed.
         scale_multiples: the sizes of the stored grid are rounded up to multiples of these.
 
     >>> ROWS.scale_shape(20, 300), SQUARES.scale_shape(20, 300)
@@ -36,45 +37,47 @@ class ScaleLayout:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether blocks have scales of their own, which a GEMM applies while it sums in fp32."""
+        """Whether each block has a scale, which a GEMM applies while it sums in fp32."""
         return self.block is not None
 
     @property
     def dimensions(self) -> int:
-        """Of a block: 1 or 2; 0 where there is one scale."""
+        """Whether blocks are 1D or 2D: 1 or 2; 0 if there is one scale."""
         return 0 if self.block is None else 1 + (self.block[0] > 1)
 
     @property
     def transposes(self) -> bool:
-        """Whether the transposed codes, with their scales moved along, are another such matrix.
+        """Whether transposing codes and scales gives a matrix of the same layout.
 
-        Where this is False the two sides of an operand are two casts, with other values.
+        If not, the row-wise and the column-wise form of an operand are two casts, whose values
+        differ.
         """
         return self.block is None or self.block[0] == self.block[1]
 
     @property
     def fast_accumulation(self) -> bool:
-        """Whether a GEMM may leave its sums in the short accumulator of the tensor cores."""
+        """Whether a GEMM may keep its sums in the tensor cores' accumulator of less precision."""
         return self.block is None
 
     @property
     def run(self) -> int:
-        """How many values along a row share a scale; 0 where all values do."""
+        """How many values along a row share a scale; 0 if all values do."""
         return 0 if self.block is None else self.block[1]
 
     def multiplies(self, other: ScaleLayout) -> bool:
-        """Whether one GEMM takes matrices of these two layouts: it sums over equal runs.
+        """Whether one GEMM takes matrices of these two layouts.
 
-        Of two matrices in blocks one must have blocks of a single row, which `_C` checks.
+        Both must have the same `run`, because the GEMM sums over runs. If both are in blocks, one
+        of them must also have blocks of a single row, which `_C` checks.
         """
         return self.run == other.run
 
     def code(self, element: int) -> int:
-        """What `_C` takes as the format of codes of this element type, a value of `DType`."""
+        """The format, as `_C` takes it, of this layout with an element type (a value of `DType`)."""
         return element + _ELEMENTS * self.number
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """The shape of the scales: `{1/scale, scale}`, or the inverse scales of all blocks."""
+        """The shape of the scales: of `{1/scale, scale}`, or of the inverse scales of all blocks."""
         if self.block is None:
             return (2,)
         grid = -(-rows // self.block[0]), -(-cols // self.block[1])
@@ -83,7 +86,7 @@ class ScaleLayout:
         return -(-first // by) * by, -(-last // to) * to
 
     def spread(self, scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-        """The inverse scale of each value, `[rows, cols]`; `[1]` where there is one scale."""
+        """The inverse scale of each value, `[rows, cols]`; `[1]` if there is one scale."""
         if self.block is None:
             return scales[:1]
         height, width = self.block
@@ -114,7 +117,7 @@ def block_layout(dimensions: int) -> ScaleLayout:
 
 
 def layout_of(code: int) -> ScaleLayout:
-    """The layout of a matrix whose format `_C` takes as this number.
+    """The layout of a matrix with this format of `_C`, see `ScaleLayout.code`.
 
     Raises:
         ValueError: there is no such format.
@@ -126,5 +129,5 @@ def layout_of(code: int) -> ScaleLayout:
 
 
 def element_of(code: int) -> int:
-    """The element type of such a matrix, a value of `DType`."""
+    """The element type (a value of `DType`) of a matrix with this format of `_C`."""
     return code % _ELEMENTS

@@ -15,20 +15,21 @@ sees no key, or is padding, has a result of zero, and passes no gradient. Random
 come from torch's default generator, where the caller has put the tracker's states, or from a seed
 that the caller has drawn (`draw_seed`).
 
-`needs` says which gradients a backward will be asked for. Where there are none, no backward
-follows, and `forward` returns no `Saved`. Otherwise both functions run with gradients switched off.
-`Saved` holds every tensor that `backward` reads, those of the call included: who calls gives all of
-them to `save_for_backward` as they are, so that autograd finds out when one has been changed in
-place. The result may share memory with them. Of the call `backward` reads settings, no tensors; it
-gets `call.settings()`. Scales and amaxes of FP8 casts are state of the module: the casts of the
-backward read and raise them.
+`needs` says which gradients a backward will be asked for. If it asks for none, no backward follows,
+and `forward` returns no `Saved`. Otherwise both functions run with gradients switched off.
 
-`backward` takes the gradient of the result, of any strides, and returns gradients in the shapes and
-dtypes of query, key, value, bias and sink, None where `needs` does not ask for one. It may be
-called again with the same `Saved`. Where query, key and value of whole sequences fill one tensor,
-as the parts of a projection do, cuDNN and flash-attn write their gradients as the parts of one such
-tensor. `join_gradients` (`core/projections.py`) returns that tensor without a copy if it gets these
-very parts; so does cuDNN with thd.
+`Saved` holds every tensor that `backward` reads, including tensors of the call. The caller gives
+all of them to `save_for_backward` as they are, so that autograd notices if a program changes one of
+them in place. The result may share memory with them. `backward` gets `call.settings()`, which has
+no tensors. Scales and amaxes of FP8 casts are state of the module: the casts of the backward read
+and raise them.
+
+`backward` takes the gradient of the result, of any strides. It returns gradients in the shapes and
+dtypes of query, key, value, bias and sink, or None for those that `needs` does not ask for. It may
+be called again with the same `Saved`. If query, key and value are the parts of one tensor, as those
+of a fused projection are, cuDNN and flash-attn write their gradients as the parts of a new tensor
+of that layout (flash-attn only for whole sequences, cuDNN also for thd). `join_gradients`
+(`core/projections.py`) then returns that tensor without a copy.
 """
 
 from transformer_engine.pytorch.attention.backends import (

@@ -1,4 +1,9 @@
-"""What a backend is, and what it may require of a problem; requirements that several have."""
+"""What a backend is, and what it may require of a problem.
+
+A backend is a pair of functions and a list of requirements. A requirement is a condition on a
+`Problem`, the description of a call, with the sentence that a user reads if it does not hold.
+Requirements that several backends have are at the end of this file.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +22,35 @@ class Problem(NamedTuple):
 
     Attributes:
         device: `cpu` or `cuda`.
-        gpu: index of the GPU; None elsewhere, and for the current one.
-        capability: compute capability of a GPU; None elsewhere.
+        gpu: index of the GPU; None for the current GPU, and for other devices.
+        capability: compute capability of the GPU; None for other devices.
         dtype: of queries, keys and values.
         qkv_format: `sbhd`, `bshd` or `thd`.
         rule: mask type, window and alignment.
-        batch: sequences; None where not known beforehand.
-        queries: tokens of the longest query sequence; None where not known beforehand.
+        batch: number of sequences; None if the host does not know it.
+        queries: tokens of the longest query sequence; None if the host does not know it.
         keys: the same for keys and values.
-        heads: of queries.
-        groups: heads of keys and values.
+        heads: number of query heads.
+        groups: number of key and value heads.
         key_size: size of a head of queries and keys.
         value_size: size of a head of values.
         bias_type: one of `BIAS_TYPES`.
         bias_shape: of a bias tensor.
         bias_grad: the bias needs a gradient.
         bias_mixed: the bias has another dtype than queries.
-        given_slopes: ALiBi has slopes of its own.
+        given_slopes: the user has given slopes for ALiBi.
         dropout: probability.
         training: a gradient is needed, now or in a recomputation.
         repeatable: gradients must repeat bit for bit.
-        padded_by_mask: a mask says which tokens are padding, not lengths.
+        padded_by_mask: padding is given by a mask, not by lengths.
         alike: queries and keys are known to have the same lengths.
         softmax_type: see `Sink`.
-        cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `cache/inference.py`.
+        cache: kind of the cache of keys and values: `""` for none, `appended`, `fixed` or `named`,
+            see `cache/inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
-        in_graph: the call is captured into a CUDA graph, or warms one up, as announced.
-        part: these are a part of the keys that the softmax goes over, see `Parts`.
+        in_graph: the program has announced that it captures CUDA graphs, or warms up for it.
+        part: the keys are only some of those that the softmax goes over, see `Parts`.
     """
 
     device: str = "cpu"
@@ -79,7 +85,7 @@ class Problem(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The larger one of queries and keys, where that is known beforehand."""
+        """The number of elements of queries or of keys, the larger one; 0 if sizes are unknown."""
         queries, keys = (self.queries or 0) * self.heads, (self.keys or 0) * self.groups
         return (self.batch or 0) * self.key_size * max(queries, keys)
 
@@ -105,7 +111,7 @@ class Problem(NamedTuple):
 
     @property
     def windowed(self) -> bool:
-        """A query sees a part of the keys around its own place, not all that a mask leaves."""
+        """Whether a window hides keys that the mask type alone would let a query see."""
         return self.rule.left >= 0 or (self.rule.right >= 0 and not self.rule.type.causal)
 
 
@@ -134,7 +140,7 @@ class Needs(NamedTuple):
         return self.query or self.key or self.bias or self.sink
 
     def pick(self, *gradients: torch.Tensor | None) -> Gradients:
-        """`Gradients` from those of query, key, value, bias and sink, without those not needed."""
+        """`Gradients` of query, key, value, bias and sink, with None for those not needed."""
         pairs = zip(gradients, self, strict=False)
         return Gradients(*[x if need else None for x, need in pairs])
 
@@ -147,11 +153,12 @@ class Saved(NamedTuple):
 
     Attributes:
         log_sum_exp: fp32, logarithm of the sum of the exponentials of a query's scores, in the
-            layout that the backend names; None of a backend that does not compute it.
-        tensors: everything else that the backward reads, tensors and None; autograd watches them.
-            Where there is a log-sum-exp, the first four of the innermost function are query, key,
-            value and result.
-        facts: anything that is no tensor.
+            layout that the backend documents; None if the backend does not compute it.
+        tensors: all other tensors that the backward reads, or None in their place. Autograd checks
+            that they were not changed in place. If there is a log-sum-exp, the first four tensors
+            that the kernel saves (those behind the tensors that adapters add with `wrap`) are
+            query, key, value and result.
+        facts: what the backward needs beside tensors.
     """
 
     log_sum_exp: torch.Tensor | None
@@ -169,7 +176,7 @@ class Saved(NamedTuple):
         return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
 
     def stripped(self) -> Saved:
-        """Of an innermost function: without query, key, value, result and log-sum-exp."""
+        """What a kernel saved, without query, key, value, result and log-sum-exp."""
         return Saved(None, self.tensors[4:], self.facts)
 
 
@@ -207,7 +214,7 @@ class Parts(NamedTuple):
 
 
 class KernelParts(NamedTuple):
-    """`Parts` of a kernel, in the shapes of the kernel and without the call."""
+    """The functions of `Parts` for a kernel: in the kernel's shapes, and without the call."""
 
     log_sum_exp: Callable[[Saved], torch.Tensor]
     strip: Callable[[Saved], Saved]
@@ -224,20 +231,21 @@ class Backend(NamedTuple):
     """A way to compute attention; `backends/__init__.py` has the contract of its two functions.
 
     Attributes:
-        name: what errors and explanations call it.
-        forward: the result, and what the backward reads.
-        backward: the gradients.
-        keeps_scores: whether `checkpoint_core_attention` saves memory with it.
-        requirements: all of them must hold.
-        notice: what to tell the user, once, of a problem that it has taken; `""` is nothing.
-        differentiable: torch can differentiate `forward` itself, called with gradients switched on
-            and without needs; so it is where torch compiles or functorch transforms the call.
-        draw_seed: draws the seed of dropout on a device, which `forward` finds in the call; without
-            it `forward` draws random numbers itself.
+        name: the backend's name in errors, logs and tables.
+        forward: computes the result, and saves what the backward reads.
+        backward: computes the gradients.
+        keeps_scores: whether `checkpoint_core_attention` saves memory with this backend.
+        requirements: conditions that a problem must meet, all of them.
+        notice: returns a text to show to the user, once, when the backend takes a problem; `""` for
+            none.
+        differentiable: whether torch can differentiate `forward` itself, called with gradients
+            switched on and no needs. It does so if torch compiles or functorch transforms the call.
+        draw_seed: draws the seed of dropout on a device; the caller puts it into the call. If this
+            is None, `forward` draws random numbers itself.
         recordable: whether calls with these settings do nothing but allocate and call `_C`.
         records_on: the types of devices where some calls are recordable.
         persistent: the tensors that recordable calls read and write beside their arguments.
-        parts: attention with a part of the keys; None where there is no log-sum-exp.
+        parts: attention with a part of the keys; None for backends without a log-sum-exp.
     """
 
     name: str
@@ -254,7 +262,7 @@ class Backend(NamedTuple):
     parts: Parts | None = None
 
     def __hash__(self) -> int:
-        """Plans are found by it in every call."""
+        """A quick hash, because every call looks up its plan by it."""
         return hash(self.forward)
 
 
@@ -267,15 +275,15 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
     return None
 
 
-_FEW = 16  # queries of a generation step; a prompt has more
+_FEW = 16  # calls with a cache and up to 16 queries are generation steps, others are prompts
 
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
 )
 MOST_ELEMENTS = 1 << 31
-# On an H200 with torch 2.11, cuDNN 9.19 makes wrong gradients of queries and keys behind so many
-# elements, and torch's flash attention reads memory that is not its own. Its memory-efficient
-# kernel is right, so `sdpa` takes that one for them.
+# On an H200 with torch 2.11, cuDNN 9.19 computes wrong gradients for the queries and keys that lie
+# behind so many elements, and torch's flash attention reads out of bounds. torch's memory-efficient
+# kernel is right, so `sdpa` uses it for such tensors.
 FEW_ELEMENTS = Requirement(
     lambda problem, allowed: (
         problem.device == "cpu" or not problem.training or problem.elements < MOST_ELEMENTS
@@ -283,7 +291,7 @@ FEW_ELEMENTS = Requirement(
     "has wrong gradients of 2^31 elements of queries or keys and more; give parts of the batch",
 )
 GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
-# Of backends that are graphs of cuDNN, which itself is asked for the rest.
+# For the backends that run graphs of cuDNN. They ask cuDNN itself what else it refuses.
 FUSED = Requirement(
     lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
 )

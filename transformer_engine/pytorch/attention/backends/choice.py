@@ -37,9 +37,9 @@ def choose(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call)
 
     Args:
         device: of query, key and value.
-        dtype: likewise.
-        recorded: autograd records the call.
-        call: of attention.
+        dtype: of query, key and value.
+        recorded: whether autograd records the call.
+        call: the call of attention.
 
     Raises:
         ValueError: all backends refuse, with the reason of each.
@@ -94,7 +94,7 @@ def _bias_facts(bias: Bias) -> _BiasFacts:
 
 
 def _sequence_facts(call: Call) -> _SequenceFacts:
-    """The longest two where known, then: padded by mask, alike."""
+    """`queries` and `keys` (None if unknown), `padded_by_mask` and `alike` of `Problem`."""
     query, key = call.query_sequences, call.key_sequences
     if query.cu_seqlens is None or key.cu_seqlens is None:
         return None, None, True, isinstance(call.attention_mask, torch.Tensor)
@@ -167,7 +167,7 @@ def _choose(*facts: Any) -> Backend:
 
 
 def _announce(problem: Problem, chosen: Backend, allowed: AttentionVariables) -> None:
-    """What the backend says, what NVTE_DEBUG asks to be told, and variables without effect."""
+    """Show the backend's notice, warn of variables without effect, log what NVTE_DEBUG asks for."""
     if problem.compiling:
         return
     if notice := chosen.notice(problem, allowed):
@@ -190,7 +190,7 @@ def _announce(problem: Problem, chosen: Backend, allowed: AttentionVariables) ->
 
 @memoize
 def _logger() -> logging.Logger:
-    """The logger of NVTE_DEBUG, which prints even if logging is not configured."""
+    """The logger for NVTE_DEBUG, which prints even if the program has not configured logging."""
     logger = logging.getLogger("DotProductAttention")
     logger.setLevel(logging.DEBUG)
     if not logger.hasHandlers():
@@ -277,8 +277,9 @@ def attention_backends(
 ) -> BackendTable:
     """Which attention backends take a problem, and why the others do not.
 
-    Arguments are those of `DotProductAttention` and its `forward`; of tensors only the shape, or
-    whether there is one. The environment counts as it is now, and so does `set_capture_start`.
+    Arguments are those of `DotProductAttention` and its `forward`. For a tensor, they say only its
+    shape, or whether there is one. Environment variables, and whether `set_capture_start` has been
+    called, are read at the time of this call.
 
     Args:
         num_attention_heads: query heads.
@@ -294,9 +295,9 @@ def attention_backends(
         core_attention_bias_shape: of the bias; None is `[1, heads, queries, keys]`.
         core_attention_bias_requires_grad: the bias is learned.
         alibi_slopes: slopes of your own are given.
-        batch_size: sequences; None is unknown, and so are the two lengths.
-        max_seqlen_q: tokens of the longest query sequence.
-        max_seqlen_kv: tokens of the longest key sequence.
+        batch_size: number of sequences; None if unknown.
+        max_seqlen_q: tokens of the longest query sequence; None if unknown.
+        max_seqlen_kv: tokens of the longest key sequence; None if unknown.
         attention_mask: padding is given as a mask rather than as cu_seqlens.
         pad_between_seqs: without effect.
         inference_params: `""` without a cache; else the `kind` of the `InferenceParams`.
@@ -306,7 +307,7 @@ def attention_backends(
         is_training: a backward will follow.
         deterministic: gradients must repeat bit for bit; None is what the environment and torch's
             switch ask for.
-        cp_comm_type: of context parallel ranks; None without.
+        cp_comm_type: how context parallel ranks communicate; None without context parallelism.
 
     Returns:
         Names in the order of preference, each with the reason why it refuses, or None.

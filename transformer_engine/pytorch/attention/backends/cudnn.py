@@ -1,11 +1,15 @@
-"""cuDNN's fused attention, through graphs of our own.
+"""cuDNN's fused attention, through cuDNN graphs that this library builds.
 
-It takes every format with the strides it has, and nothing is computed for the padding of thd.
-The log-sum-exp is `[batch, heads, queries]`, of thd `[tokens, heads]`: +inf of a query that sees no
-key, with the sink's share, and of scores with cuDNN's own ALiBi, `slope * (key - query)`.
+It takes tensors of every format with the strides that they have, and computes nothing for the
+padding of thd.
 
-A graph is built at the first call of its shapes (of thd: of roughly its shapes), in tenths of a
-second. Inside the capture of a CUDA graph none can be built: there only shapes that were seen run.
+The log-sum-exp is `[batch, heads, queries]`, and `[tokens, heads]` for thd. It includes the sink,
+and is +inf for a query that sees no key. With ALiBi it is that of cuDNN's own scores, whose bias is
+`slope * (key - query)`.
+
+A graph is built in the first call with its shapes (thd lengths are rounded, so similar shapes share
+a graph), which takes tenths of a second. No graph can be built while a CUDA graph is captured, so a
+capture runs only shapes that have run before.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
 
 
 def new_seed(device: torch.device) -> torch.Tensor:
-    """Drawn on the device by torch's generator: a captured graph draws anew at each replay."""
+    """A seed, drawn on the device by torch's generator, so each replay of a graph has its own."""
     return torch.randint(2**31, (2,), device=device)
 
 
@@ -163,7 +167,7 @@ def statistics_of_part(lse: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
-    """cu_seqlens of both sides, then the padded ones; and the longest sequences of thd."""
+    """`cu_seqlens` of queries and keys, both padded ones, and for thd the longest lengths."""
     query, key = call.query_sequences, call.key_sequences
     ends_q, starts_q = query.checked("cu_seqlens_q")
     ends_k, starts_k = key.checked("cu_seqlens_kv")
@@ -178,7 +182,7 @@ def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, 
 
 
 def _longest(sequences: Sequences, ends: torch.Tensor) -> int:
-    """Without `max_seqlen` the host waits for the device."""
+    """The longest length, at least 1; without `max_seqlen` the host reads it from the device."""
     return max(1, int(ends.diff().max()) if sequences.longest is None else sequences.longest)
 
 
@@ -188,7 +192,8 @@ def settings_for(
 ) -> tuple[int, ...]:
     """CuDNN's settings for the shape of a call, see `settings_of`.
 
-    With `same`, each sequence has as many queries as keys, so that both diagonals are one.
+    With `same`, each sequence has as many queries as keys, so that the top-left and the
+    bottom-right diagonal are the same.
     """
     band, rule = shape.band, shape.rule
     if band is not None:
@@ -206,7 +211,7 @@ NOT_ASKED = "was not asked before a CUDA graph was captured; run the layer once 
 def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Sizes of query, key and value to ask cuDNN about, and settings.
 
-    Sizes that are not known are ordinary ones.
+    Unknown sizes are replaced by a batch of 2 and 512 tokens.
     """
     rule, format = problem.rule, _FORMATS[problem.qkv_format]
     batch, queries = problem.batch or 2, problem.queries or 512
@@ -255,7 +260,8 @@ def _refusal(problem: Problem) -> str:
 
 
 def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
-    # Sizes may be symbols inside a trace: there cuDNN gets what it takes at any size, if it is here
+    # Inside a trace sizes may be symbols, and cuDNN cannot be asked about them. There it gets the
+    # problems that it takes at any size, if cuDNN is there at all.
     return _ordinary(problem) and _is_here() if problem.compiling else not _refusal(problem)
 
 
@@ -290,9 +296,11 @@ def _bias_is_whole(problem: Problem) -> bool:
 
 
 def _alibi_is_ours(problem: Problem) -> bool:
-    """ALiBi of cuDNN is `slope * (key - query)`: ours, less what is the same for all keys.
+    """Whether cuDNN's ALiBi, `slope * (key - query)`, gives the same softmax as ours.
 
-    Ours counts distance from the last query and key, so no key may lie behind a query there.
+    Ours is `-slope * |query + keys - queries - key|` (`masks/alibi.py`). If no query sees a key
+    behind the bottom-right diagonal, the two differ by a constant for each query, which the softmax
+    cancels.
     """
     rule = problem.rule
     few_queries = (problem.queries or 0) <= (problem.keys or problem.queries or 0)
@@ -301,7 +309,7 @@ def _alibi_is_ours(problem: Problem) -> bool:
 
 
 def _recordable(call: Call) -> bool:
-    """Not if the host must read lengths from the device: then calls differ."""
+    """Whether equal calls do the same: not if the host reads lengths from the device."""
     return call.shape.qkv_format != "thd" or call.query_sequences.longest is not None
 
 
@@ -333,7 +341,7 @@ BACKEND = Backend(
             lambda problem, allowed: not problem.padded_by_mask,
             "takes padding as lengths; give cu_seqlens_q and cu_seqlens_kv instead of a mask",
         ),
-        # 9.19 on an H200: dense parts of which a sequence has no token come out wrong.
+        # cuDNN 9.19 on an H200: wrong results in sbhd and bshd where a part has none of a sequence.
         Requirement(
             lambda problem, allowed: (
                 not (problem.part and problem.rule.type.padding) or problem.qkv_format == "thd"
@@ -366,8 +374,8 @@ BACKEND = Backend(
             "cannot drop everything; use attention_dropout < 1",
         ),
         FEW_QUERIES_IF_CACHED,
-        # 9.19 on an H200: wrong ones with padding; 9.26: NaN, or a segmentation fault. Of thd there
-        # are always more, see attention_key.cpp.
+        # One query with padding: cuDNN 9.19 on an H200 computes wrong gradients, 9.26 computes NaN
+        # or crashes. Graphs for thd always have room for more, see attention_key.cpp.
         Requirement(
             lambda problem, allowed: (
                 not problem.training or problem.queries != 1 or problem.qkv_format == "thd"

@@ -1,14 +1,17 @@
-"""cuDNN's fused attention in FP8, through graphs of our own: whole sequences, forward and backward.
+"""cuDNN's fused attention in FP8, through cuDNN graphs that this library builds.
 
-Parts of sequences, as context parallel ranks have them, are codes. The result of a part, a mean of
-values, has the scale of values: that of the merged result could be too large for it. Their backward
-is cuDNN's in 16 bit.
+`unfused_fp8.py` defines what FP8 attention computes. cuDNN rounds some values at other places. Its
+forward casts `exp(score - largest score so far)`, and divides by the sum of these afterwards. Its
+backward casts the weights that it recomputes from the statistics of the forward, and computes
+`sum(d out * out)` from rounded values.
 
-`unfused_fp8.py` says what it computes. cuDNN rounds some of it at other places: in the forward
-`exp(score - largest score so far)`, which it divides by the sum afterwards; in the backward weights
-from the statistics of the forward; `sum(d out * out)` is one of rounded values.
+The backward may run in FP8, or in high precision: then it is cuDNN's 16-bit backward, with the
+values that the forward multiplied.
 
-The backward in high precision is cuDNN's in 16 bit, of the values that the forward multiplied.
+Under context parallelism query, key and value of a part arrive as codes. The result of a part is a
+mean of values, so it is cast with the scale of the values: the scale of the merged result could be
+too large for the result of a part. The backward of parts is the one in 16 bit.
+
 The log-sum-exp is `[batch, heads, queries]`.
 """
 
@@ -136,7 +139,7 @@ def _gradients_in_fp8(
 
 
 def _place_of_gradients() -> int:
-    """Operators of compiled code return no parts of one tensor."""
+    """Where gradients lie: in compiled code apart, as operators cannot return parts of a tensor."""
     return APART if torch.compiler.is_compiling() else AS_INPUTS
 
 
@@ -161,23 +164,24 @@ def _gradients_in_16_bit(
 
 
 def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
-    """In which the backward runs for tensors of this dtype."""
+    """The dtype of a 16-bit backward for tensors of this dtype."""
     return torch.bfloat16 if dtype is torch.float32 else dtype
 
 
 def _backward_in_fp8(problem: Problem | CallShape, asked: bool | None) -> bool:
-    """Whether the backward is in FP8, too: where asked for, else where that is the faster one."""
+    """Whether the backward is in FP8, too: if asked for, or by default if it is the faster one."""
     if asked is not None:
         return asked
     return not problem.rule.type.causal and _has_backward(problem)
 
 
 def _has_backward(problem: Problem | CallShape) -> bool:
-    """Whether cuDNN's backward in FP8 is right; it takes all lengths.
+    """Whether cuDNN's backward in FP8 is known to be right for these sizes.
 
-    cuDNN 9.19 makes wrong gradients of queries after the last multiple of 16 (seen for 77, 88, 200
-    and 1000). 128 is the caution: up to 9.15 cudnn-frontend works around other lengths of keys in
-    the 16-bit backward, and has nothing of the kind for FP8.
+    cuDNN accepts all lengths, but 9.19 computes wrong gradients for the queries after the last
+    multiple of 16 (seen for 77, 88, 200 and 1000 queries). The limit here is 128 for safety: up to
+    9.15, cudnn-frontend has a workaround in the 16-bit backward for keys that are no multiple of
+    128, and none for FP8.
     """
     sizes, lengths = (problem.key_size, problem.value_size), (problem.queries, problem.keys)
     return sizes == (128, 128) and all((length or 0) % 128 == 0 for length in lengths)
@@ -189,7 +193,7 @@ def _trains_in_fp8(problem: Problem, allowed: AttentionVariables) -> bool:
 
 @memoize
 def _refusal(problem: Problem, in_fp8: bool) -> str:
-    """Why cuDNN refuses a problem, or None; unknown sizes count as ordinary ones."""
+    """Why cuDNN refuses a problem; `""` if it takes it. `question` fills in unknown sizes."""
     if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)
@@ -203,7 +207,7 @@ def _refusal(problem: Problem, in_fp8: bool) -> str:
 
 
 def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
-    # As in `cudnn.py`: sizes may be symbols inside a trace.
+    # Sizes may be symbols inside a trace, see `cudnn.py`.
     if problem.compiling:
         return _ordinary(problem) and _is_here()
     return not _refusal(problem, _trains_in_fp8(problem, allowed))
@@ -261,7 +265,7 @@ def _restore(
 
 
 def _recordable(call: Call) -> bool:
-    """Whole calls with the scales of the module's state."""
+    """Whether the call has the scales of the module's state, and is no part or calibration."""
     casts = call.casts
     return casts is not None and casts.of_state and not (casts.calibrating or call.part)
 

@@ -1,6 +1,7 @@
 """Adapter to kernels that take `[batch, heads, sequence, size]` and a dense mask.
 
-thd is padded to `[batch, longest sequence]` on the way there, and packed again on the way back.
+Tensors in thd are padded to `[batch, longest sequence]` before the kernel runs, and its results are
+packed again.
 """
 
 from __future__ import annotations
@@ -51,9 +52,8 @@ class Kernel(NamedTuple):
             queries, keys]` and is added to the scaled scores; sink (or None) is `[heads]`, see
             `Sink`. The result is `[batch, heads, queries, size of value]`, of any strides.
         backward: `backward(grad, saved, call, needs) -> Gradients`, in the shapes of the forward's
-            arguments; but that of the bias is `[batch, heads, queries, keys]`.
-        parts: `Parts` of these shapes, without `call`; the log-sum-exp is `[batch, heads,
-            queries]`.
+            arguments, except that the gradient of the bias is `[batch, heads, queries, keys]`.
+        parts: see `KernelParts`; the log-sum-exp is `[batch, heads, queries]`.
     """
 
     forward: Callable[..., tuple[torch.Tensor, Saved | None]]
@@ -62,10 +62,10 @@ class Kernel(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What the way back depends on.
+    """What the adapter needs to turn gradients into the format of the call.
 
     Attributes:
-        padded: batch and longest sequence of the queries of thd; None of other formats.
+        padded: for thd, batch and longest query sequence; None for other formats.
         bias: shape and dtype of the bias, if it needs a gradient.
     """
 
@@ -146,12 +146,12 @@ def _packed(
 def _rows_and_padding(
     query: torch.Tensor, key: torch.Tensor, call: Call
 ) -> tuple[formats.PackedRows, formats.PackedRows, Padding]:
-    """How sequences of queries and of keys are padded, of thd."""
+    """For thd: how the sequences of queries and of keys are padded."""
     rows = _packed_rows(query, call.query_sequences, "cu_seqlens_q")
     key_rows, sequences = rows, call.key_sequences
     if not call.same_sequences:
         key_rows = _packed_rows(key, sequences, "cu_seqlens_kv")
-    elif query.shape[0] != key.shape[0]:  # the same lengths, but more tokens behind them
+    elif query.shape[0] != key.shape[0]:  # the same lengths, but unequal room after the last one
         sequences = sequences._replace(longest=rows.longest)
         key_rows = _packed_rows(key, sequences, "cu_seqlens_kv")._replace(lengths=rows.lengths)
     formats.check_equal_batch(rows.lengths.numel(), key_rows.lengths.numel())
@@ -306,7 +306,7 @@ def _bias_facts(call: Call, needs: Needs) -> tuple[torch.Size, torch.dtype] | No
 
 
 def _bias_gradient(grad: torch.Tensor | None, facts: _Facts, call: Call) -> torch.Tensor | None:
-    """The gradient of the bias from that of all scores."""
+    """The gradient of the bias, from the gradient of the scores with their bias."""
     if grad is None or facts.bias is None:
         return None
     shape, dtype = facts.bias

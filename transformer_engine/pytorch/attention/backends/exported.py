@@ -1,4 +1,4 @@
-"""Attention in torch's own operators, for a graph of ONNX: any mask, bias, group and softmax.
+"""Attention in torch's own operators, for ONNX export: any mask, bias, group and softmax.
 
 Sizes may be symbolic, so nothing here depends on their values. It computes what `unfused` does.
 """
@@ -29,7 +29,7 @@ def _attend(
     call: Call,
     needs: Needs,
 ) -> tuple[torch.Tensor, None]:
-    """softmax(scale * query @ key^T + bias) @ value; dropout is refused before."""
+    """softmax(scale * query @ key^T + bias) @ value; calls with dropout do not come here."""
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
         key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
@@ -52,7 +52,7 @@ def _attend(
 
 
 def _may_blind(mask: Mask) -> bool:
-    """A query may be left without any key (and get NaN from a softmax over nothing)."""
+    """Whether the mask may hide all keys from a query, whose softmax then is NaN."""
     top_left_causal = isinstance(mask.diagonal, int) and mask.diagonal == 0 and mask.left < 0
     return mask.hidden is not None or not top_left_causal
 

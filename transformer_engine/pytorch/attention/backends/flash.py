@@ -1,10 +1,9 @@
-"""What the backends of the flash-attn project share, whichever version is installed.
+"""What the backends for flash-attn 2, 3 and 4 share.
 
-The backward of a call is the version's own function, which is not public; where an installed
-package has another one than is known here, torch differentiates the public function instead.
-
-The versions are packages of their own, found by the name of their distribution when this module is
-imported; the package itself is imported at its first call.
+The backward of a call is the version's own function, which is not public. If an installed package
+has another function than is known here, torch differentiates the public function instead. Each
+version is a separate package. This module looks for its distribution when it is imported; the
+package itself is imported in its first call.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.kernels.packed import empty_like_parts
 
-# What a private function reads and writes; `_arguments` has its names for them.
+# The tensors that a private function reads and writes; `_arguments` renames some of them.
 _TENSORS = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
 
 
@@ -71,7 +70,7 @@ class Options(NamedTuple):
 
     Attributes:
         softmax_scale: factor on the scores.
-        causal: the band ends at the diagonal and has no other end.
+        causal: keys behind the diagonal are hidden, and no others.
         window_size: `(left, right)`, -1 is no limit; the diagonal ends bottom-right.
         deterministic: gradients must repeat bit for bit.
     """
@@ -83,7 +82,7 @@ class Options(NamedTuple):
 
 
 def options(call: Call) -> Options:
-    """What a call says in flash-attn's terms; `aligned` makes sure that it can."""
+    """The call's settings as flash-attn's arguments; `aligned` refuses calls without such ones."""
     limits = call.shape.rule if call.shape.band is None else call.shape.band
     left, right = limits.left, limits.right
     causal = (left, right) == (-1, 0)
@@ -92,15 +91,15 @@ def options(call: Call) -> Options:
 
 
 class Private(NamedTuple):
-    """A version's function that writes gradients into memory of ours; the package does not show it.
+    """A version's backward function, which is not public: it writes gradients into given tensors.
 
-    It is called with parameters by name, and only where it has them all, and needs no other.
+    It is called by keyword, and only if it has all these parameters and requires no others.
 
     Attributes:
-        whole: attribute of the package, for whole sequences.
-        packed: the same for packed sequences; `""` where there is none.
+        whole: dotted name in the package, for whole sequences.
+        packed: the same for packed sequences; `""` if there is none.
         statistics: keyword by which public functions return the log-sum-exp beside the result.
-        names: what it calls the log-sum-exp and whether the mask is causal.
+        names: its parameters for the log-sum-exp, and for whether the mask is causal.
         constants: arguments that are always the same.
     """
 
@@ -115,7 +114,7 @@ class _Facts(NamedTuple):
     """What the backward depends on.
 
     Attributes:
-        backward: see `Private`; None for a graph of torch's own.
+        backward: see `Private`; None if autograd's graph is saved instead.
         tensors: names of the arguments that are tensors.
         settings: the other arguments.
         batch_second: the format is sbhd.
@@ -130,8 +129,8 @@ class _Facts(NamedTuple):
 class Kernels:
     """The two functions of a version's backend.
 
-    The log-sum-exp is `[batch, heads, queries]`, of packed sequences `[heads, tokens]`; there is
-    none where the package's backward is not known.
+    The log-sum-exp is `[batch, heads, queries]`, or `[heads, tokens]` for packed sequences; there
+    is none if the package's backward is not known.
 
     Args:
         source: the package to import at the first call.
@@ -232,7 +231,7 @@ class Kernels:
         return out, graph_saved.wrap((), _Facts(None, batch_second=batch_second))
 
     def _gradients(self, grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
-        """What `_run` returned has this gradient."""
+        """The gradients of the inputs of `_run`, from the gradient of its result."""
         inner, tensors, facts = saved.unwrap()
         if facts.backward is None:
             wanted = (*needs[:3], needs.sink)[: len(inner.tensors) - 1]
@@ -279,7 +278,7 @@ class Kernels:
 
     @property
     def failure(self) -> str:
-        """Why the package cannot be imported, which is said once; "" if it can."""
+        """Why the package cannot be imported (a warning says it once); "" if it can."""
         if self._failure is None:
             self._failure = ""
             try:
@@ -294,11 +293,11 @@ class Kernels:
         return self._failure
 
     def keywords(self, said: Options, call: Call, device: torch.device) -> dict[str, Any]:
-        """Arguments of the version's functions; a version that has more adds them."""
+        """Keyword arguments of the public functions; subclasses add those of their version."""
         return said._asdict()
 
     def knows(self, call: Call) -> bool:
-        """Whether the private function, if there is one, is the backward of this call."""
+        """Whether the private function, if there is one, can compute this call's backward."""
         return True
 
 
@@ -311,7 +310,7 @@ def _accepts(function: Any, arguments: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=32)
 def _parameters(function: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of a function's parameters, and of those without default; none of what has no names."""
+    """Names of all parameters, and of those without default; empty if they cannot be inspected."""
     operator = getattr(function, "_opoverload", None)  # of torch.library.custom_op
     if operator is not None:
         listed = operator._schema.arguments
@@ -336,16 +335,16 @@ def only_result(out: Any) -> torch.Tensor:
 
 
 def aligned(problem: Problem) -> bool:
-    """The mask's band ends bottom-right, or there is none, or both corners are the same."""
+    """Whether a diagonal that ends bottom-right, as flash-attn's does, is right for the mask."""
     if problem.rule.left < 0 and problem.rule.right < 0:
         return True
     return problem.rule.bottom_right or problem.alike
 
 
 def importable(kernels: Kernels) -> Requirement:
-    """The package can be imported, as it cannot where one that it needs is missing.
+    """Requires that the package can be imported: one that it needs may be missing.
 
-    To be the last requirement: it imports the package.
+    It must be the last requirement, because it imports the package.
     """
     name = kernels.source.distribution
     return Requirement(
@@ -355,7 +354,7 @@ def importable(kernels: Kernels) -> Requirement:
 
 
 def requirements(source: Package, oldest: str) -> tuple[Requirement, ...]:
-    """What every version requires."""
+    """The requirements that all versions share."""
     name = source.distribution
     return (
         Requirement(

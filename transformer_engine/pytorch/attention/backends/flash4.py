@@ -1,4 +1,4 @@
-"""flash-attn 4, package `flash_attn.cute`: kernels compiled at their first call, for Hopper on."""
+"""flash-attn 4, package `flash_attn.cute`: for Hopper and later, compiled in the first call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Kernels(Kernels):
         return keywords
 
     def knows(self, call: Call) -> bool:
-        """Not with a sink, of whose gradient it makes nothing."""
+        """Not with a sink, because the private function computes no gradient of it."""
         return call.sink.offset is None
 
 
@@ -44,7 +44,7 @@ BACKEND = flash_backend(
         lambda problem, allowed: problem.capability is None or problem.capability >= (9, 0),
         "needs a GPU of Hopper or later (compute capability 9.0)",
     ),
-    # 4.0.0b36 on an H200: with heads of 16 wrong gradients, and memory that is not its own.
+    # 4.0.0b36 on an H200: with heads of 16, wrong gradients and accesses out of bounds.
     Requirement(
         lambda problem, allowed: problem.key_size == problem.value_size in _SIZES,
         f"is trusted with heads of a size of {' or '.join(map(str, _SIZES))} only",

@@ -1,7 +1,7 @@
-"""`backend.Parts` of flash-attn.
+"""`backend.Parts` of flash-attn: attention with some of the keys, for context parallelism.
 
-The package returns the log-sum-exp as `[batch, heads, queries]`, of packed sequences as
-`[heads, tokens]`.
+The package returns the log-sum-exp as `[batch, heads, queries]`, or as `[heads, tokens]` for packed
+sequences; `Parts` needs the heads last.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PARTS = Parts(_log_sum_exp_of_call, _strip_of_call, _restore_of_call)
 def flash_backend(
     kernels: Kernels, number: int, oldest: str, *own: Requirement, differentiable: bool = False
 ) -> Backend:
-    """The backend of a version, which requires `own` beside what all do."""
+    """The backend of a version; `own` are its requirements beside those that all versions share."""
     switch = Requirement(
         lambda problem, allowed: getattr(allowed, f"flash{number}"),
         f"switched off by NVTE_FLASH_ATTN_V{number}=0",

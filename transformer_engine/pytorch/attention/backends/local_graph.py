@@ -1,7 +1,7 @@
 """Makes the pair of functions of a backend from one function that torch differentiates.
 
-The forward runs the function with gradients switched on, for aliases of its inputs, and saves the
-result: it holds the graph that autograd has recorded, which ends with it.
+The forward runs the function with gradients switched on, on detached aliases of the inputs, and
+saves the result. The result holds the graph that autograd has recorded, which is freed with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def forward(
 
 
 def backward(grad: torch.Tensor, saved: Saved, needs: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Gradients of the inputs; None where there is no need, or the result does not depend on it."""
+    """Gradients of the inputs; None for one that is not needed, or that the result ignores."""
     out, *leaves = saved.tensors
     assert out is not None
     wanted = [x for x, need in zip(leaves, needs, strict=True) if x is not None and need]

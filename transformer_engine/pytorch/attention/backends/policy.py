@@ -1,7 +1,8 @@
-"""Which backend is the fastest for a problem: what was measured, as data.
+"""Which backend is the fastest for a problem: measurements, and the order that follows from them.
 
-On an H200 (torch 2.11, flash-attn 4.0.0b36; us forward, and forward with backward; warm caches;
-views of one projection, into whose gradient those of flash-attn 4 were still copied):
+On an H200 (torch 2.11, flash-attn 4.0.0b36). Columns are microseconds of a forward, and of forward
+with backward. Caches are warm; query, key and value are views of one projection. For flash-attn 4
+the times include copying their gradients into one tensor, which is no longer necessary:
 
     bf16                                cuDNN            flash-attn 4
     b4 h32 s4096 d128 causal             974   3972       907   3620
@@ -15,7 +16,8 @@ views of one projection, into whose gradient those of flash-attn 4 were still co
     b1 h32 s16384 d128 window 1024       619   2271       534   2171
     host time of a forward                27              120
 
-FP8 (recipes with fp8_dpa; casts included; one run; small calls, not layers, wait for the host):
+FP8 (recipes with fp8_dpa; casts included; one run; in small calls the GPU waits for the host, which
+it does not do in layers):
 
                                   bf16, cuDNN     FP8, backward in 16 bit    backward in FP8
     b4 h32 s4096 d128 causal        899   3786       932   4009                 932   5308
@@ -25,12 +27,13 @@ FP8 (recipes with fp8_dpa; casts included; one run; small calls, not layers, wai
     b8 h16 s1024 d128 causal        303    990       526   1606                 534   1588
     b8 h32 s2048 d64 causal         426   1388       652   1631
 
-flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it, and in
-CUDA graphs, where the host does nothing, from half of that on (b4 h16 s2048 d64 causal: a training
-step of 24 layers takes 34.5 ms, with cuDNN 36.5; in eager mode 59 and 41). It is not of sequences
-with padding (b8 h32 s4096 d128 causal, half of the tokens: thd 885 and 3875, cuDNN 694 and 2850);
-with sinks, and with gradients that repeat, it has not been timed. Our own graphs of
-cuDNN take the time of torch's forward and 0.92-1.01 of that with backward, and copy nothing.
+flash-attn 4 is the fastest if a call keeps the GPU busy for longer than the host needs to launch
+it. In CUDA graphs, where the host launches nothing, it is the fastest from half of that work on (b4
+h16 s2048 d64 causal: a training step of 24 layers takes 34.5 ms, and 36.5 with cuDNN; in eager mode
+59 and 41). It is slower than cuDNN for sequences with padding (b8 h32 s4096 d128 causal, half of
+the tokens are real: thd 885 and 3875, cuDNN 694 and 2850). With sinks, and with gradients that
+repeat bit for bit, it has not been timed. Our own graphs of cuDNN take as long as torch's forward,
+and 0.92-1.01 times as long as torch's forward with backward; they copy nothing.
 """
 
 from __future__ import annotations
@@ -38,21 +41,21 @@ from __future__ import annotations
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backends.backend import Problem
 
-# Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed,
-# until the tests in tests/pytorch/attention pass with them on a GPU; or the environment asks.
+# Backends whose tests in tests/pytorch/attention have passed on a GPU. All others come after these,
+# whatever their speed, unless an environment variable asks for them.
 CONFIRMED = frozenset({"cudnn", "cudnn_fp8", "flash4", "sdpa", "unfused"})
 
 _FLASH = ("flash4", "flash3", "flash2")
 _LARGE = ("flash4", "cudnn", "cudnn_fp8", "flash3", "sdpa", "flash2", "unfused")
 _LARGE_BUT_SLOWER = ("cudnn", "cudnn_fp8", "flash4", "flash3", "sdpa", "flash2", "unfused")
 _SMALL = ("cudnn", "cudnn_fp8", "sdpa", "flash3", "flash2", "flash4", "unfused")
-# FLOP of a forward that an H200 does in the 120 us that a forward of flash-attn 4 keeps the host.
+# FLOP that an H200 computes in 120 us, which is the host time of a forward of flash-attn 4.
 _LARGE_FROM = 6e10
 _LARGE_IN_GRAPHS = 3e10  # the smallest that was measured there
 
 
 def preference(problem: Problem, allowed: AttentionVariables) -> tuple[str, ...]:
-    """Names of backends, the preferred one first; what is not named comes after."""
+    """Names of backends, the preferred one first; backends that are not named come last."""
     by_speed, asked = _by_speed(problem), _asked_for(allowed)
     return tuple(sorted(by_speed, key=lambda name: (name not in asked, name not in CONFIRMED)))
 
@@ -65,14 +68,18 @@ def _by_speed(problem: Problem) -> tuple[str, ...]:
 
 
 def _asked_for(allowed: AttentionVariables) -> tuple[str, ...]:
-    """Whom the environment names by leaving out the other kind, or by its number."""
+    """The backends that the environment asks for.
+
+    NVTE_FUSED_ATTN_BACKEND asks for one of cuDNN's by its number; NVTE_FUSED_ATTN=0 leaves
+    flash-attn.
+    """
     if allowed.fused_backend is not None and allowed.fused:
         return ("cudnn_fp8",) if allowed.fused_backend == 2 else ("cudnn",)
     return _FLASH if allowed.flash and not allowed.fused else ()
 
 
 def _work(problem: Problem) -> float:
-    """FLOP of a forward; what is not known beforehand counts as much."""
+    """FLOP of a forward; a problem with unknown sizes counts as large."""
     sizes = (problem.batch, problem.queries, problem.keys)
     if None in sizes:
         return _LARGE_FROM

@@ -1,10 +1,10 @@
 """Attention from scores in memory: the kernel of the unfused backend.
 
-    weights = softmax(scale * query @ key^T + bias)        of the keys that the mask lets through
+    weights = softmax(scale * query @ key^T + bias)        over the keys that the mask lets through
     result  = dropout(weights) @ value
 
-With the casts of FP8 attention, which `unfused_fp8.py` defines, the kernel rounds the weights that
-it multiplies with, and the gradient of `query @ key^T`; the rest is rounded around it.
+In FP8 attention, which `unfused_fp8.py` defines, the kernel casts the dropped weights and the
+gradient of `query @ key^T`. The functions that call the kernel cast all other tensors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
 
 
 def scaled_product(query: torch.Tensor, key: torch.Tensor, call: Call) -> torch.Tensor:
-    """`product` with the scale of a call; in FP8 attention the product is scaled after it."""
+    """`product` with the scale of a call; in FP8 attention, the scale is applied to the result."""
     if call.casts is None:
         return product(query, key, call.scale)
     return product(query, key, 1.0) * call.scale
@@ -106,7 +106,7 @@ def scaled_product_backward(
     groups: int,
     call: Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`product_backward` of `scaled_product`; in FP8 attention of a gradient that is cast."""
+    """The backward of `scaled_product`; in FP8 attention it casts the scaled gradient first."""
     if call.casts is None:
         return product_backward(grad, query, key, groups, call.scale)
     grad, slot = grad * call.scale, call.casts.grad_product
@@ -118,8 +118,9 @@ def scaled_product_backward(
 def product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """`scale * query @ key^T`, `[batch, heads, queries, keys]`.
 
-    The product carries the scale, so that fp16 scores overflow no sooner than they must. The query
-    heads of a group are rows of one product with the group's key: nothing is repeated.
+    The product applies the scale before it rounds its result, so that fp16 scores overflow only if
+    the scaled values do. The query heads of a group become rows of one product with the group's
+    keys, so that keys need not be repeated.
     """
     batch, heads, queries, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
@@ -139,7 +140,10 @@ def product_backward(
     groups: int,
     scale: float,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of query and key; each is made where the other one is there."""
+    """Gradients of query and key.
+
+    The gradient of query needs `key`, and the gradient of key needs `query`; it is None without.
+    """
     batch, heads, queries, keys = grad.shape
     rows = (batch * groups, heads // groups * queries)
     grad = grad.reshape(*rows, keys)
@@ -160,8 +164,8 @@ def _softmax(
 ) -> torch.Tensor:
     """`softmax(scores + bias)` over the keys that the mask lets through, and over the sink.
 
-    Every query sees the sink as one more key, the last one. A query that sees no other key gives
-    all to the sink: its weights of the keys are zero, and so is its gradient.
+    Every query sees the sink as one more key, which comes last. A query that sees no other key
+    gives its whole weight to the sink: its weights for keys are zero, and so is its gradient.
     """
     if bias is not None:
         scores = scores + bias.float()

@@ -3,11 +3,11 @@
     lse     = logsumexp(scale * query @ key^T + bias)   over the keys that the mask lets through
     weights = exp(scale * query @ key^T + bias - lse)
 
-The backward computes the weights again, from the log-sum-exp over all keys.
+The backward computes the weights again, with the log-sum-exp over all keys.
 
-With the casts of FP8 attention the kernel rounds what `scores.py` rounds: the weights that it
-multiplies with, those of the part in the forward and those of all keys in the backward, and the
-gradient of `query @ key^T`.
+In FP8 attention the kernel casts the same tensors as `scores.py`: the dropped weights and the
+gradient of `query @ key^T`. In the forward the weights are those of the softmax over this part's
+keys, in the backward those of the softmax over all keys.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_share(dropped: torch.Tensor, p: float) -> float:
-    """The divisor that the factors of `dropout` still lack."""
+    """What `dropped` must still be divided by: 1 - p for a mask of bool, 1 for factors."""
     return 1.0 - p if dropped.dtype is torch.bool else 1.0
 
 

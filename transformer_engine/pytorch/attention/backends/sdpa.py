@@ -1,7 +1,7 @@
 """torch's scaled_dot_product_attention: cuDNN on Hopper, else flash, memory-efficient or plain.
 
-The log-sum-exp is that of the kernel which torch chooses (`sdpa_kernels.py`), of sequences that are
-padded in thd; attention that torch composes has none.
+The log-sum-exp has the layout of the kernel that torch chooses (`sdpa_kernels.py`); for thd it is
+that of the padded sequences. Attention that torch composes of other operators has none.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class _Facts(NamedTuple):
     """What the backward depends on.
 
     Attributes:
-        kernel: the pair that ran; None for a graph of torch's own.
-        arguments: of the kernel, without the mask.
-        groups: heads of keys and values, which are repeated under a mask.
+        kernel: the pair that ran; None if autograd's graph is saved instead.
+        arguments: arguments of the kernel, without the mask.
+        groups: number of key and value heads before they were repeated for a mask.
     """
 
     kernel: SdpaKernel | None
@@ -85,7 +85,7 @@ def _forward(
     per_group = query.shape[1] // max(1, groups)
     masked = not (mask.full or mask.causal)
     large = any(needs) and _is_large(query, key)
-    if per_group > 1 and (masked or large):  # kernels that take these know no groups
+    if per_group > 1 and (masked or large):  # kernels that take these do not support groups
         key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
     if masked:
         seen, blind = _seen(mask, query, key)
@@ -125,7 +125,7 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
 
 
 def _log_sum_exp(saved: Saved) -> torch.Tensor:
-    """See `KernelParts`; torch's kernels round the number of queries up."""
+    """See `KernelParts`; some of torch's kernels return a padded number of queries."""
     inner, (blind,), _ = saved.unwrap()
     found = inner.log_sum_exp
     if found is None:
@@ -155,11 +155,11 @@ def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tens
     if key.shape[1] != query.shape[1] and not facts.arguments.grouped:
         per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
-    if blind is not None:  # they see every key here, and would have weights of any size
+    if blind is not None:  # the kernel shows them all keys; +inf makes these weights zero
         lse = lse.masked_fill(blind.squeeze(-1), math.inf)
     whole = lse.new_full(shape, math.inf)
     whole.flatten(2)[:, :, : lse.shape[2]] = lse
-    # Kernels read results with the strides of their own: [batch, sequence, heads, size] in memory.
+    # Kernels expect the result as they wrote it: [batch, sequence, heads, size] in memory.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     found = Saved(whole, (query, key, value, out, *inner.tensors), inner_facts)
     return found.wrap((blind,), facts)
@@ -168,10 +168,10 @@ def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tens
 def _seen(
     mask: Mask, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The keys that a query sees, and the queries that see none.
+    """The keys that each query sees, and the queries that see none (None if there cannot be any).
 
-    A softmax over nothing is NaN in some kernels: a query that sees no key sees all of them here,
-    and its result is then overwritten, which also stops its gradient.
+    Some kernels compute NaN for a query that sees no key. So such a query is shown all keys, and
+    its result and its gradient are set to zero.
     """
     queries, keys = query.shape[2], key.shape[2]
     hidden = mask.dense(queries, keys, query.device)
@@ -210,8 +210,9 @@ def _kernel(inputs: Inputs, arguments: Arguments) -> SdpaKernel | None:
 def _has_fast_cudnn(device: int) -> bool:
     """Whether cuDNN is the fastest kernel of torch on a GPU: on Hopper and later.
 
-    torch puts cuDNN first when it chooses a kernel for the first time. It does so here, so that
-    `_in_order` restores that order for the user's own calls of torch's function.
+    torch puts cuDNN first in its order when it chooses a kernel for the first time. This function
+    makes it choose one, so that `_in_order` finds that order and restores it, and the user's own
+    calls of torch's function are as fast as before.
     """
     fast = bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
     if fast and choose_sdpa is not None:
@@ -227,12 +228,13 @@ def _is_large(query: torch.Tensor, key: torch.Tensor) -> bool:
 def _order(
     query: torch.Tensor, key: torch.Tensor, cached: bool, recorded: bool, causal: bool
 ) -> list[int] | None:
-    """The order of torch's kernels, if it is to be another one.
+    """The order in which torch should try its kernels; None to leave the order as it is.
 
-    cuDNN is the first where it is twice as fast as the flash attention (version 2) of torch. It is
-    the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of the
-    cache, and of a prompt. And where its gradients may be NaN, see `attention_key.cpp`. An order
-    that the user has set stays, and so do kernels that the user has switched off.
+    cuDNN comes first on GPUs where it is twice as fast as torch's flash attention (version 2). It
+    comes last if keys are cached, because it would build a plan, which takes 10 to 100 ms, for each
+    length of the cache and of a prompt. It also comes last if its gradients may be NaN, see
+    `attention_key.cpp`. An order that the user has set is not changed, and kernels that the user
+    has switched off stay off.
     """
     if (
         query.device.type != "cuda"
@@ -250,7 +252,10 @@ def _order(
 
 
 def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
-    """`run()`; `torch.nn.attention.sdpa_kernel(..., set_priority=True)` needs 20 us more."""
+    """`run()` with torch's kernels in this order.
+
+    `torch.nn.attention.sdpa_kernel(..., set_priority=True)` does the same and takes 20 us more.
+    """
     if order is None:
         return run()
     before = sdpa_order()

@@ -1,14 +1,15 @@
 """What `torch.nn.functional.scaled_dot_product_attention` runs, as pairs of functions.
 
-torch's function chooses an operator, prepares its inputs and leaves the rest to autograd. Here are
-the operators with their backward, what torch does around them, and attention as torch composes it
-where no operator fits (`aten/src/ATen/native/transformers/attention.cpp`, torch 2.8 to 2.15).
+torch's function chooses an operator, prepares its inputs and leaves the rest to autograd. This file
+has the operators with their backward and the work that torch does around them, and attention as
+torch composes it if no operator fits (`aten/src/ATen/native/transformers/attention.cpp`, torch 2.8
+to 2.15).
 
-All names are private to torch. An operator counts only with the arguments by which it is known
-here; where torch has others, `kernel_of` returns None.
+All these names are private to torch. An operator is used only if its arguments have the names that
+are listed here; if this torch has other arguments, `kernel_of` returns None.
 
-The log-sum-exp is `[batch, heads, queries]`; that of the memory-efficient kernel may have more
-queries, and that of cuDNN one more dimension, of size 1.
+The log-sum-exp is `[batch, heads, queries]`. The memory-efficient kernel may round the number of
+queries up, and cuDNN adds a last dimension of size 1.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Arguments(NamedTuple):
-    """Those of `scaled_dot_product_attention` beside query, key and value.
+    """The arguments of `scaled_dot_product_attention` beside query, key and value.
 
     Attributes:
-        mask: bool, True = seen, broadcastable to `[batch, heads, queries, keys]`; or None.
+        mask: bool, True where a query sees a key, broadcastable to `[batch, heads, queries, keys]`;
+            or None.
         dropout: probability.
-        causal: a query sees keys up to its own.
+        causal: a query sees keys up to its own position.
         scale: factor on the scores.
         grouped: there are fewer heads of keys and values than of queries.
     """
@@ -52,11 +54,12 @@ class Arguments(NamedTuple):
 
 
 class SdpaKernel(NamedTuple):
-    """A pair of functions.
+    """A pair of functions, for tensors `[batch, heads, sequence, size]`.
 
     Attributes:
-        forward: of (query, key, value), all `[batch, heads, sequence, size]`.
-        backward: the arguments are those of the forward, without the mask.
+        forward: `forward((query, key, value), arguments, needs)` returns the result and `Saved`.
+        backward: `backward(grad, saved, arguments, needs)`, with the arguments of the forward but
+            without the mask.
     """
 
     forward: Callable[[Inputs, Arguments, Needs], tuple[torch.Tensor, Saved]]
@@ -67,7 +70,7 @@ _KERNELS: dict[tuple[int, str], SdpaKernel] = {}
 
 
 def kernel_of(inputs: Inputs, arguments: Arguments) -> SdpaKernel | None:
-    """The pair for what torch chooses; None where this torch has other operators.
+    """The pair for the operator that torch chooses; None if this torch has an unknown one.
 
     The choice depends on `requires_grad` of the inputs, and on whether gradients are switched on.
     """
@@ -87,7 +90,7 @@ def _operator(name: str, arguments: str) -> Any:
 
 
 def _offer(choice: SDPBackend, device: str, pair: SdpaKernel, *private: Any) -> None:
-    """Offer a pair where torch has all that it calls."""
+    """Register a pair, if torch has all private functions that it calls."""
     if all(function is not None for function in private):
         _KERNELS[choice.value, device] = pair
 
@@ -99,7 +102,7 @@ def _addend(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | Non
     return torch.where(mask, 0.0, torch.tensor(-math.inf, dtype=dtype, device=mask.device))
 
 
-# CPU: flash attention of torch's own.
+# CPU: torch's own flash attention.
 
 _flash_cpu = _operator(
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -134,7 +137,7 @@ _offer(
     *(_flash_cpu, _flash_cpu_backward),
 )
 
-# CUDA: flash attention, version 2, of heads whose size is divisible by 8.
+# CUDA: flash attention 2. It takes heads whose size is divisible by 8, so heads are padded to that.
 
 _flash = _operator(
     "_scaled_dot_product_flash_attention",
@@ -260,7 +263,7 @@ _offer(
     *(_cudnn, _cudnn_backward),
 )
 
-# Any device: attention as torch composes it, of 16-bit inputs in fp32.
+# Any device: attention as torch composes it of products and a softmax; 16-bit inputs become fp32.
 
 _softmax = _operator("_safe_softmax", "self dim dtype")
 _softmax_backward = _operator("_softmax_backward_data", "grad_output output dim input_dtype")
@@ -268,7 +271,7 @@ _sums_in_16_bit = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
 
 
 def _rows(query: torch.Tensor, scale: float) -> torch.Tensor:
-    """`[batch * heads, queries, size]`; queries and keys have the root of the scale each."""
+    """`[batch * heads, queries, size]`. Queries and keys are each scaled by `sqrt(scale)`."""
     return (_in_fp32(query) * math.sqrt(scale)).flatten(0, 1)
 
 
@@ -293,7 +296,7 @@ def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def sum_repeated(grad: torch.Tensor, groups: int) -> torch.Tensor:
-    """The gradient of groups that were repeated, each for its heads."""
+    """The gradient of keys or values, from that of copies that were repeated for query heads."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
@@ -345,7 +348,7 @@ def _back_math(grad: torch.Tensor, saved: Saved, arguments: Arguments, needs: Ne
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, lead: torch.Size) -> torch.Tensor:
-    """`a @ b` as `[batch, heads, ...]`; backwards inside of torch.autocast round it, as torch's."""
+    """`a @ b` as `[batch, heads, ...]`; torch.autocast makes bmm round it, as in torch's own."""
     return torch.bmm(a, b).to(a.dtype).unflatten(0, lead)
 
 

@@ -16,8 +16,9 @@ _PACK = 16  # bytes
 def readable(x: torch.Tensor) -> torch.Tensor:
     """The tensor, copied if kernels of torch and flash-attn on a GPU would misread it.
 
-    They read 16 bytes at a time, or what divides the size of a head, and not all of them check the
-    address and the strides. Compilers look after both.
+    These kernels read 16 bytes at a time (fewer if a head is no multiple of 16 bytes), and not all
+    of them check that the address and the strides allow it. In compiled code this is up to
+    torch.compile.
     """
     if (
         not x.is_cuda
@@ -36,7 +37,7 @@ def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
 
 @memoize
 def _in_packs(strides: tuple[int, ...], size: int, itemsize: int) -> bool:
-    """Whether heads of this size are contiguous, and as far apart as kernels want them."""
+    """Whether heads are contiguous, and strides are multiples of what kernels read at a time."""
     step = math.gcd(_PACK, size * itemsize) // itemsize
     return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
 
@@ -44,9 +45,10 @@ def _in_packs(strides: tuple[int, ...], size: int, itemsize: int) -> bool:
 def readable_by_cudnn(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     """The tensors, copied if their strides do not let cuDNN read 16 bytes at a time.
 
-    Where it is told the place of each sequence, and a backward follows (`placed`), it wants
-    gradients with the strides of inputs: those are the parts of one tensor that
-    `attention_backward` makes, or contiguous tensors (docs/adr/0013-cudnn-graphs.md).
+    With `placed`, cuDNN is told where each sequence lies, and a backward follows. That backward
+    needs gradients with the strides of the inputs (docs/adr/0013-cudnn-graphs.md). So the inputs
+    must be the parts of one tensor, in whose layout `attention_backward` makes gradients, or they
+    are made contiguous.
     """
     if placed and (torch.compiler.is_compiling() or packed_layout_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)

@@ -1,7 +1,7 @@
 """Attention as it is defined: two batched products with a masked softmax of the scores between.
 
-It takes every problem on every device, and keeps the scores in memory. It has no log-sum-exp, but
-of calls that are a part (`scores_of_parts.py`).
+It takes every problem on every device, and keeps the scores in memory. It returns a log-sum-exp
+only for calls that are a part (`scores_of_parts.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""FP8 attention as it is defined: every tensor that a matrix product takes is one that FP8 holds.
+"""FP8 attention as it is defined: every tensor that a matrix product takes is rounded to FP8.
 
     q8, k8, v8 = FP8(query), FP8(key), FP8(value)       d query, key, value = FP8(dq8, dk8, dv8)
     product    = q8 k8^T                                dq8, dk8 from FP8(d product)
     s8         = FP8(dropout(softmax(scale * product + bias)))
     out        = FP8(s8 v8)                             ds8, dv8 from FP8(d out)
 
-Sums, softmax and its derivative are fp32. Values are cast and taken back at once, so masks, biases,
-sinks and formats are those of attention in high precision, and so is the time it takes.
+`FP8(x)` casts a tensor to FP8 and back at once. All else is fp32: the products, the softmax and its
+derivative. So masks, biases, sinks and formats are those of attention in high precision, and so is
+the time that it takes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def forward(
     """See `backends/__init__.py`."""
     casts, dtype = call.casts, query.dtype
     assert casts is not None
-    with torch.autocast(query.device.type, enabled=False):  # which would round what FP8 rounds
+    with torch.autocast(query.device.type, enabled=False):  # it would round once more, to 16 bit
         query, key, value = (casts.qkv.cast(x, torch.float32) for x in (query, key, value))
         out, saved = _forward(query, key, value, call, needs)
         out = casts.out.cast(out, dtype)
@@ -45,10 +46,11 @@ def forward(
 
 
 def cast_gradients(inner: Backward) -> Backward:
-    """The backward of FP8 attention around one that computes in `Casts.dtype`.
+    """The backward of FP8 attention, made of a backward that computes in `Casts.dtype`.
 
-    `inner` takes the gradient of the result as FP8 holds it; the gradients of query, key and value
-    that it returns are cast. Where the backward is in high precision, nothing is cast.
+    The gradient of the result is cast to FP8 and back before `inner` takes it, and so are the
+    gradients of query, key and value that `inner` returns. If the backward is in high precision,
+    nothing is cast.
     """
 
     def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:

@@ -1,11 +1,12 @@
 """Adapter to kernels that take sequences of unequal length, packed without gaps.
 
-    thd                   as it is; what lies outside the sequences is zero in results and gradients
-    thd with room between moved together, and apart again
-    sbhd, bshd            real tokens are moved together, and apart again
+    thd                 as it is; results and gradients of tokens of no sequence are set to zero
+    thd with padding    tokens are packed without gaps for the kernel, and unpacked afterwards
+    sbhd, bshd          real tokens are packed for the kernel, and unpacked afterwards
 
-Nothing here waits for the device: there are as many rows as there may be tokens, and what is left
-over at the end belongs to no sequence.
+Packed tensors have as many rows as there are tokens with padding, so that the host need not know
+how many are real; the rows left over at the end belong to no sequence. The host waits for the
+device only to learn the longest sequence of thd, if `max_seqlen` does not tell it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Side(NamedTuple):
     """The sequences of queries, or of keys and values, as a kernel takes them.
 
     Attributes:
-        cu_seqlens: int32 `[batch + 1]`, where each sequence ends.
+        cu_seqlens: int32 `[batch + 1]`, ends of the packed sequences, after a zero.
         longest: tokens of the longest sequence, or more.
-        maps: how tokens are moved together; None where they are already.
+        maps: how tokens are packed; None if they already are.
         outside: bool `[tokens]`, True for tokens of no sequence.
     """
 
@@ -57,10 +58,10 @@ class VarlenKernel(NamedTuple):
     Attributes:
         forward: `forward(query, key, value, query_side, key_side, call, needs) -> out, Saved or
             None`. query is `[tokens, heads, size]`, key and value are `[tokens, groups, size]`; the
-            sides are a `Side`. The result is `[tokens, heads, size of value]`; rows of no sequence
-            may be anything.
+            sides are a `Side` each. The result is `[tokens, heads, size of value]`; rows of no
+            sequence may hold anything.
         backward: `backward(grad, saved, call, needs) -> Gradients`, in these shapes; rows of no
-            sequence may be anything.
+            sequence may hold anything.
     """
 
     forward: Callable[..., tuple[torch.Tensor, Saved | None]]
@@ -165,13 +166,13 @@ def _together(x: torch.Tensor, side: Side, qkv_format: str) -> torch.Tensor:
     x = _one_after_the_other(x, qkv_format)
     if side.maps is not None:
         return formats.move_rows(x, side.maps)
-    if torch.is_grad_enabled() and x.requires_grad:  # torch is to differentiate this
+    if torch.is_grad_enabled() and x.requires_grad:  # torch must find zero gradients outside
         return torch.where(side.outside[:, None, None], x.detach(), x)
     return x
 
 
 def _apart(grad: torch.Tensor, back: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gradient of what `_together` took, zero for tokens of no sequence."""
+    """The gradient of the tensor that `_together` packed; zero for tokens of no sequence."""
     if len(back) > 1:
         return formats.gather_rows(grad, *back)
     return grad.masked_fill(back[0].view(-1, *(1,) * (grad.dim() - 1)), 0)
@@ -209,7 +210,7 @@ def _thd_side(tokens: int, sequences: Sequences, parameter: str) -> Side:
 
 
 def _padded_side(is_padding: torch.Tensor) -> Side:
-    """Real tokens first, in their order; wherever in a sequence the padding is."""
+    """Packs the real tokens, in their order. The padding may be anywhere in a sequence."""
     batch, longest = is_padding.shape
     flat = is_padding.flatten()
     ends = (~is_padding).sum(1).cumsum(0)

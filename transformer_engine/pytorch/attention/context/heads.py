@@ -179,7 +179,7 @@ def _inner_shape(shape: CallShape, ranks: int, in_ring: bool) -> CallShape:
 
 
 def _check_lengths(call: Call) -> None:
-    """Check lengths before the exchange, so that no rank waits for one that raised an error."""
+    """Check the lengths before any exchange. All ranks have the same ones, so all raise errors."""
     context, shape = call.context, call.shape
     assert context is not None
     if shape.qkv_format == "thd":

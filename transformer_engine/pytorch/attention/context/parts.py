@@ -99,7 +99,7 @@ class RankCall:
         self.rule = call.shape.rule
         self.packed = call.shape.qkv_format == "thd"
         self.dim = sequence_dim(call.shape.qkv_format)
-        # Lengths are checked here, so that no rank waits for one that raised an error.
+        # Lengths are checked here, before any exchange: all ranks have the same ones, so all raise.
         self.query_lengths = self._lengths(call.query_sequences, "cu_seqlens_q", ranks, 0)
         self.key_lengths = self._lengths(call.key_sequences, "cu_seqlens_kv", key_shares, 1)
 

@@ -1,1 +1,1 @@
-"""What attention backends share: the call, its formats, its place among projections."""
+"""What attention backends share: the description of a call, tensor formats, and projections."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of DotProductAttention that depend on no mask or backend."""
+"""Checks of those arguments of DotProductAttention that are independent of mask and backend."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_Tensor, _dense = torch.Tensor, torch.strided  # found once: this is on the hot path
+_Tensor, _dense = torch.Tensor, torch.strided  # looked up once: every call uses them
 
 
 def check_heads(
     layer: str, heads: int, groups: int | None, channels: int | tuple[int, int]
 ) -> tuple[int, tuple[int, int]]:
-    """Groups of keys and values, and sizes of a head of keys and of values."""
+    """The number of key and value heads, and the sizes of a head of keys and of values."""
     groups = heads if groups is None else groups
     pair = channels if isinstance(channels, tuple | list) else (channels, channels)
     sizes = {"num_attention_heads": heads, "num_gqa_groups": groups}
@@ -71,7 +71,7 @@ def check_settings(
             f"[DotProductAttention] expected attention_dropout in [0, 1], got"
             f" {attention_dropout} (layer {layer})"
         )
-    if not 0.0 < scale < math.inf:  # kernels scale what a mask has made -inf
+    if not 0.0 < scale < math.inf:  # kernels multiply masked scores, which are -inf, with it
         raise ValueError(
             f"[DotProductAttention] expected softmax_scale > 0 and finite, got {scale} (layer"
             f" {layer})"
@@ -79,7 +79,7 @@ def check_settings(
 
 
 def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Inputs:
-    """One dtype of the supported ones; inside torch.autocast, cast to its dtype."""
+    """Check that all have one supported dtype; inside torch.autocast, cast them to its dtype."""
     if not (
         isinstance(query, _Tensor)
         and isinstance(key, _Tensor)
@@ -120,7 +120,7 @@ def arguments_of(
     cu_seqlens_kv_padded: torch.Tensor | None = None,
     **without_effect: Any,
 ) -> CallArguments:
-    """The arguments of `DotProductAttention.forward`, or the module's settings where None."""
+    """The arguments of `DotProductAttention.forward`; for None, the module's settings."""
     return CallArguments(
         attention_mask,
         module.qkv_format if qkv_format is None else qkv_format,
@@ -135,7 +135,7 @@ def arguments_of(
 
 
 def bias_of_rank(bias: Bias, heads: int, ranks: TensorParallel, device: torch.device) -> Bias:
-    """The bias for the heads of this rank: of all ALiBi's usual slopes it has its own."""
+    """The bias for the heads of this rank: ALiBi's default slopes are chosen for these heads."""
     if ranks.size == 1 or bias.type != "alibi" or bias.slopes is not None:
         return bias
     ranks.check()
@@ -147,7 +147,7 @@ def bias_of_rank(bias: Bias, heads: int, ranks: TensorParallel, device: torch.de
 def refuse_rare(
     module: DotProductAttention, fp8_output: bool, qkv_format: str, inference_params: Any
 ) -> None:
-    """Check that there is no `fp8_output`, and that a graph of ONNX can hold a call of one."""
+    """Refuse `fp8_output`, and calls that ONNX export cannot express."""
     if fp8_output:
         raise NotImplementedError(
             f"[DotProductAttention] {fp8_output=} is not implemented yet, only False is"

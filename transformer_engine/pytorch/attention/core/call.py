@@ -1,4 +1,9 @@
-"""`Call`: the settings and tensors of a call of attention, which any backend takes."""
+"""`Call`: the settings and tensors of a call of attention, in a form that all backends take.
+
+A `Call` is made once for the arguments of `forward` and the settings of the module. What depends on
+shapes alone is in its `CallShape`, which equal calls share, so that plans and choices of backends
+can be looked up by it. `Call.settings` returns a call without tensors, which a backward can keep.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,10 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of one side (queries, or keys and values) are; see `formats.py`."""
+    """Where the sequences of queries, or those of keys and values, are; see `formats.py`.
+
+    `longest` is the `max_seqlen` that the user gives.
+    """
 
     cu_seqlens: torch.Tensor | None = None
     cu_seqlens_padded: torch.Tensor | None = None
@@ -35,7 +43,7 @@ class Sequences(NamedTuple):
 
     @property
     def starts(self) -> torch.Tensor | None:
-        """Where each sequence of thd begins in memory, and where the last ends."""
+        """Where each thd sequence begins in memory, and where the last one ends."""
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def checked(self, parameter: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -64,7 +72,7 @@ def sequences_of(
 
 
 class Bias(NamedTuple):
-    """What is added to the scores."""
+    """What is added to the scores: a tensor, or the distances of ALiBi times slopes."""
 
     type: str = "no_bias"
     tensor: torch.Tensor | None = None
@@ -152,7 +160,7 @@ class Dropout(NamedTuple):
     Attributes:
         p: probability of dropping a weight.
         tracker: RNG states that random numbers are drawn from; None for torch's generator.
-        seed: of backends that take one, see `Backend.draw_seed`.
+        seed: seed of this call, for backends that take one; see `Backend.draw_seed`.
     """
 
     p: float = 0.0
@@ -170,13 +178,13 @@ class CallShape:
     Attributes:
         qkv_format: format of all tensors.
         rule: mask type and window.
-        band: the mask, where no tensor has a part in it.
-        heads: of queries.
-        groups: heads of keys and values.
+        band: the mask, if it depends on no tensor; None for padding and arbitrary masks.
+        heads: number of query heads.
+        groups: number of key and value heads.
         key_size: size of a head of queries and keys.
         value_size: size of a head of values.
-        batch: sequences; None for thd.
-        queries: tokens of a query sequence, padding included; of all of them for thd.
+        batch: number of sequences; None for thd.
+        queries: tokens of a query sequence with its padding; for thd, tokens of all sequences.
         keys: the same for keys and values.
     """
 
@@ -232,7 +240,7 @@ def shape_of(
 
 
 class CallArguments(NamedTuple):
-    """Arguments of a call, overrides applied."""
+    """Arguments of a call; those that the user left out have the module's settings."""
 
     attention_mask: AttentionMask | None
     qkv_format: str
@@ -246,7 +254,7 @@ class CallArguments(NamedTuple):
 
 
 class CallTensors(NamedTuple):
-    """All tensors of a call, but for those of `casts`, which belong to the module."""
+    """All tensors of a call except those of `casts`, which belong to the module."""
 
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_q_padded: torch.Tensor | None = None
@@ -264,10 +272,10 @@ _NO_TENSORS = CallTensors()
 
 
 class Call(NamedTuple):
-    """Settings and tensors of a call of attention, overrides applied.
+    """Settings and tensors of a call of attention.
 
-    `training` is the module's mode. The first forward of a checkpoint needs no gradients, but must
-    use the same backend as the recompute.
+    `training` is the module's mode. The choice of a backend reads it, because the first forward of
+    a checkpoint needs no gradients, but must use the same backend as the recompute.
     """
 
     shape: CallShape
@@ -283,7 +291,7 @@ class Call(NamedTuple):
     training: bool = False
     casts: Casts | None = None  # of FP8 attention
     context: ContextGroup | None = None  # ranks that share the sequence
-    part: bool = False  # keys are a part of those of the softmax, see `Parts`
+    part: bool = False  # the keys are only some of those of the softmax, see `Parts`
 
     @property
     def same_sequences(self) -> bool:
@@ -293,7 +301,7 @@ class Call(NamedTuple):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether any of `tensors` is there."""
+        """Whether `tensors` may have any that is not None."""
         return not (
             self.attention_mask is None
             and self.query_sequences.cu_seqlens is None
@@ -304,7 +312,7 @@ class Call(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `plain_call` makes it. Sizes are not compared, which may be symbols."""
+        """Whether `plain_call` would make this call. Sizes, which may be symbols, do not matter."""
         longest = (self.query_sequences.longest, self.key_sequences.longest)
         return not (
             self.has_tensors
@@ -319,7 +327,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> CallTensors:
-        """Those of the call."""
+        """The tensors of the call."""
         if not self.has_tensors:
             return _NO_TENSORS
         mask = self.attention_mask

@@ -3,9 +3,10 @@
     forward     query, key, value (one scale), softmax result, result
     backward    gradient of the result, of the product query key^T, of query, key, value (one scale)
 
-The scales are those of delayed scaling, in columns of the attention module's state: it counts as
-three GEMMs (the projection before it, the one after it, and the products of its own), which is how
-checkpoints number them.
+The scales come from delayed scaling. They are columns of the scaling state of the attention module,
+which has room for three GEMMs: the projection before attention, the projection after it, and the
+products inside of it. Checkpoints number the columns so. Each tensor above uses one column, and a
+`Slot` is the scale and the amax of such a column.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ GEMMS = 3
 # output of GEMM 1 and of the inputs of GEMM 2 and 3.
 _QKV, _OUT, _SOFTMAX = 2, FORWARD_COLUMNS, 3 * FORWARD_COLUMNS - 1
 _GRAD_QKV, _GRAD_OUT, _GRAD_PRODUCT = 0, 2 * BACKWARD_COLUMNS - 1, 3 * BACKWARD_COLUMNS - 1
-# In the order of the slots of `Casts`.
+# Columns in the order of the slots of `Casts`.
 _FORWARD, _BACKWARD = (_QKV, _SOFTMAX, _OUT), (_GRAD_OUT, _GRAD_PRODUCT, _GRAD_QKV)
 
 
@@ -52,8 +53,9 @@ class Slot(NamedTuple):
 
     Attributes:
         scale: fp32 `[1]`.
-        amax: fp32 `[1]`, raised to `max |x|`; None if amaxes are not recorded.
-        format: value of `DType`; None for calibration, which records the amax without a cast.
+        amax: fp32 `[1]`, which a cast raises to `max |x|`; None if amaxes are not recorded.
+        format: FP8 format, a value of `DType`; None for calibration, which records the amax without
+            a cast.
     """
 
     scale: torch.Tensor
@@ -61,7 +63,7 @@ class Slot(NamedTuple):
     format: int | None
 
     def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes of the shape of `x`, and fp32 `[2]` = {1/scale, scale}."""
+        """FP8 codes in the shape of `x`, and fp32 `[2]` = {1/scale, scale}."""
         assert self.format is not None
         found = quantize(
             x.contiguous(), self.format, self.scale, self.amax, None, True, False, None
@@ -91,15 +93,15 @@ class Casts(NamedTuple):
             precision.
         grad_product: of the gradient of the product query key^T.
         grad_qkv: of the gradients of query, key and value.
-        qkv_scales: fp32 `[2]` = {1/scale, scale} of query, key and value where these are FP8 codes,
-            see `with_codes`; None where they are not.
-        dtype: of the values of these codes, and of what is computed of them: fp32, but 16 bit where
-            cuDNN computes parts of context parallel calls.
-        reduction: whether ranks reduce amaxes, and those of which group; None is all ranks.
+        qkv_scales: fp32 `[2]` = {1/scale, scale} of query, key and value if these are FP8 codes,
+            see `with_codes`; else None.
+        dtype: dtype of the values of these codes, and of what is computed from them: fp32, or 16
+            bit if cuDNN computes the parts of a context parallel call.
+        reduction: whether ranks reduce amaxes, and over which group (None is all ranks).
         step: the autocast step that ends with the backward of the call, or None.
         columns: the columns of scaling state that the slots of the forward use.
-        of_state: scales and amaxes are the module's own, and no recompute will have others: calls
-            with the same casts share a plan. Also of operators of compiled code, which no
+        of_state: whether scales and amaxes are the module's own, and no recompute will need copies
+            of them. Such calls share a plan. True also for operators of compiled code, which no
             checkpoint recomputes.
         backward_in_fp8: whether the user asks for gradients in FP8, see `AttentionVariables`.
     """
@@ -119,11 +121,11 @@ class Casts(NamedTuple):
     backward_in_fp8: bool | None = None
 
     def settings(self) -> Casts:
-        """What all calls with these scales have in common."""
+        """These casts without what belongs to one call, so that a plan can have them."""
         return self._replace(step=None, columns=None)
 
     def description(self) -> tuple[Any, ...]:
-        """Constants from which `described_casts` makes casts with other scales."""
+        """Constants from which `described_casts` makes the same casts with other tensors."""
         backward = None if self.grad_out is None else self.grad_out.format
         return (self.qkv.format, backward, self.backward_in_fp8)
 
@@ -135,7 +137,7 @@ class Casts(NamedTuple):
 
     @property
     def backward(self) -> tuple[Slot, Slot, Slot]:
-        """The slots of gradients, which must not be None."""
+        """The slots of gradients, for a backward in FP8."""
         assert self.grad_out is not None
         assert self.grad_product is not None and self.grad_qkv is not None
         return self.grad_out, self.grad_product, self.grad_qkv
@@ -151,9 +153,9 @@ class Casts(NamedTuple):
         return self.qkv.format is None
 
     def with_codes(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Casts]:
-        """FP8 codes of query, key and value, and casts for these; amaxes are recorded.
+        """FP8 codes of query, key and value, and casts with the scales of these codes.
 
-        For calibration the tensors stay as they are.
+        Amaxes are recorded. For calibration the tensors stay as they are.
         """
         if self.calibrating:
             return [self.qkv.cast(x, x.dtype) for x in tensors], self
@@ -161,7 +163,7 @@ class Casts(NamedTuple):
         return [codes for codes, _ in pairs], self._replace(qkv_scales=pairs[0][1])
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """The values of query, key or value, as `with_codes` returns them."""
+        """The values in `dtype` of a query, key or value that `with_codes` returned."""
         if self.qkv_scales is None or self.qkv.format is None:
             return x.to(self.dtype)
         return dequantize(x.contiguous(), self.qkv.format, self.qkv_scales, self.dtype)
@@ -198,7 +200,7 @@ def casts_of(
     in_region = not compiling and may_recompute(stack)
     if not (in_region or asks(stack.scope, module.name)):
         return None
-    if compiling and exports_inference() and not stack.scope.enabled:  # nothing calibrates
+    if compiling and exports_inference() and not stack.scope.enabled:  # no need to calibrate
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     device = tensors[0].device
@@ -230,7 +232,7 @@ def wants_fp8(recipe: Recipe | None) -> bool:
 
 def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
     def make(counts: bool, first: Call | None) -> Casts:
-        if first is None:  # it must save what its recompute will save
+        if first is None:  # a first forward, which must save the same as its recompute
             return casts_in_scope(module, counts, device)._replace(of_state=False)
         return casts_in_scope(module, counts, device, first.scales).for_recompute()
 
@@ -245,9 +247,14 @@ def casts_in_scope(
     scales: torch.Tensor | None = None,
     recomputed: bool = False,
 ) -> Casts:
-    """Slots of a call in the open scope; `scales` fp32 `[3 * GEMMS]` replace those of the state.
+    """The casts of a call in the open scope.
 
-    With `counts`, amaxes are recorded; see `columns_of` for `recomputed`.
+    Args:
+        module: the attention module, whose scaling state is used.
+        counts: amaxes are recorded.
+        device: of the call.
+        scales: fp32 `[3 * GEMMS]`, which replace those of the state; None to use the state's.
+        recomputed: see `columns_of`.
     """
     stack = autocast_stack()
     scope, compiling = stack.scope, torch.compiler.is_compiling()
@@ -274,10 +281,10 @@ def casts_of_part(
     """The casts of a call that is a part of a larger chain.
 
     Returns:
-        A pair. First the casts, None if attention is not in FP8; those of an operator of compiled
-        code have no tensors. Then, for an operator, the memory of scaling state, from which
-        `described_casts` makes casts with tensors; else (). No pair but None for calibration in
-        compiled code, which no operator runs.
+        A pair. First the casts, or None if attention is not in FP8. In compiled code, where the
+        call becomes an operator, these casts have no tensors. Second, in compiled code, the memory
+        of the scaling state, from which `described_casts` makes casts with tensors; else `()`.
+        For calibration in compiled code, which no operator runs, None instead of a pair.
     """
     scope = autocast_stack().scope
     if not asks(scope, module.name):
@@ -293,7 +300,7 @@ def casts_of_part(
 
 
 def described_casts(description: Sequence[Any], state: StateInMemory) -> Casts:
-    """The casts that have this `Casts.description`, with scales and amaxes of `state`."""
+    """The casts that `Casts.description` describes, with scales and amaxes of `state`."""
     of_grads = list(zip(*state.backward_columns(_BACKWARD), strict=True))
     return _casts(description, state.forward_columns(_FORWARD), of_grads)
 
@@ -301,7 +308,7 @@ def described_casts(description: Sequence[Any], state: StateInMemory) -> Casts:
 def _states(
     module: ScaledModule, counts: bool, device: torch.device
 ) -> tuple[ScalingState, ScalingState]:
-    """The states of the module, forward and backward, fitted to the recipe of the open scope."""
+    """The forward and backward states of the module, in the size that the open recipe needs."""
     scope = autocast_stack().scope
     recipe: Any = scope.recipe
     forward, backward, moved = states_of(module, recipe, device, scope.leaves_amaxes(counts))

@@ -1,4 +1,4 @@
-"""Environment variables that choose the attention backend, read at each call."""
+"""Environment variables that choose the attention backend, read in each call."""
 
 from __future__ import annotations
 

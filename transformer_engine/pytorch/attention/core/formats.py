@@ -1,12 +1,13 @@
-"""Memory formats of attention tensors, and the way from each to `[batch, heads, sequence, size]`.
+"""Memory formats of attention tensors, and their conversion to `[batch, heads, sequence, size]`.
 
     sbhd  [sequence, batch, heads, size]      a view
     bshd  [batch, sequence, heads, size]      a view
     thd   [tokens, heads, size]               sequences of unequal length, one after the other
 
-`cu_seqlens` marks sequence b of thd as the tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`; where there
-is room between sequences, `cu_seqlens_padded` says where they start and `cu_seqlens` how long they
-are. Backends see thd as padded sequences.
+Sequence b of thd is the tokens `cu_seqlens[b]` to `cu_seqlens[b + 1] - 1`. If there is room for
+padding between sequences, `cu_seqlens_padded[b]` is where sequence b starts, and
+`cu_seqlens[b + 1] - cu_seqlens[b]` is its length. `PackedRows` has the index maps between thd and
+sequences padded to `[batch, longest]`.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def shapes_of_heads(
     """The shapes of query, key and value.
 
     Args:
-        tokens: the sizes of each in front of its heads.
-        heads: of queries, of keys and values.
-        sizes: of a head of queries and keys, of values.
+        tokens: the sizes of query, key and value in front of the heads.
+        heads: number of query heads, and of key and value heads.
+        sizes: size of a head of queries and keys, and of values.
     """
     queries, keys, values = tokens
     return (
@@ -70,7 +71,7 @@ def shapes_of_heads(
 def check_shapes(
     qkv_format: str, heads: tuple[int, int], sizes: tuple[int, int], shapes: Shapes
 ) -> None:
-    """Check shapes of (query, key, value); `heads` and `sizes` are of (query, key)."""
+    """Check shapes of (query, key, value); `heads` and `sizes` are as in `shapes_of_heads`."""
     query, key, value = shapes
     leading = 1 if qkv_format == "thd" else 2
     agree = (
@@ -122,11 +123,11 @@ class PackedRows(NamedTuple):
     """How the tokens of thd map to padded sequences `[batch, longest]`, and back.
 
     Attributes:
-        lengths: int64 `[batch]`.
+        lengths: int64 `[batch]`, lengths without padding.
         longest: length of the padded sequences.
-        token: int64 `[batch * longest]`, the token at a padded place (0 where padding).
+        token: int64 `[batch * longest]`, the index in thd of each padded row (0 for padding).
         is_padding: bool `[batch * longest]`.
-        place: int64 `[tokens]`, the padded place of a token (0 where outside).
+        place: int64 `[tokens]`, the padded row of each token of thd (0 for tokens outside).
         is_outside: bool `[tokens]`, True for tokens between or after the sequences.
     """
 
@@ -139,13 +140,13 @@ class PackedRows(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """How rows move: row i of the result is row `rows[i]`, or zero where `absent[i]`.
+    """A permutation of rows: row i of the result is row `rows[i]`, or zero if `absent[i]`.
 
     Attributes:
         rows: int64.
         absent: bool.
-        back_rows: the same for the way back.
-        back_absent: the same for the way back.
+        back_rows: `rows` of the inverse, which gradients need.
+        back_absent: `absent` of the inverse.
     """
 
     rows: torch.Tensor
@@ -154,7 +155,7 @@ class Maps(NamedTuple):
     back_absent: torch.Tensor
 
     def reversed(self) -> Maps:
-        """The maps of the reverse move."""
+        """The maps of the inverse."""
         return Maps(*self[2:], *self[:2])
 
 
@@ -164,7 +165,10 @@ def packed_rows(
     cu_seqlens_padded: torch.Tensor | None,
     longest: int | None,
 ) -> PackedRows:
-    """Index maps between thd and padded sequences; without `longest` the host waits for it."""
+    """Index maps between thd and padded sequences.
+
+    If `longest` is None, the host reads it from the device.
+    """
     ends = cu_seqlens.to(torch.int64)
     lengths = ends.diff()
     starts = ends[:-1] if cu_seqlens_padded is None else cu_seqlens_padded[:-1].to(torch.int64)
@@ -182,7 +186,7 @@ def packed_rows(
 def _places(
     index: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sequence of tokens `index`, their step in it, and whether they are outside of all."""
+    """For each token of `index`: its sequence, its position there, and whether it has none."""
     if lengths.shape[0] == 0:  # nothing can be looked up
         nowhere = torch.zeros_like(index)
         return nowhere, nowhere, torch.ones_like(index, dtype=torch.bool)
@@ -192,7 +196,7 @@ def _places(
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows `x[index]`, zero where `absent`; going back is the same with the maps exchanged."""
+    """Rows `x[index]`, zero where `absent`; the backward does the same with the inverse maps."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, maps: Maps) -> torch.Tensor:
@@ -214,7 +218,7 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> t
 
 
 def move_rows(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    """Rows of x as the maps say; gradients go the way back."""
+    """The rows of x, moved as the maps say; autograd moves gradients with the inverse maps."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return gather_rows(x, maps.rows, maps.absent)
     return _GatherRows.apply(x, maps)
@@ -233,7 +237,7 @@ def pack_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
 
 
 def gap_maps(tokens: int, cu_seqlens: torch.Tensor, starts: torch.Tensor) -> Maps:
-    """Move sequences that begin at `starts` together, to where `cu_seqlens` says."""
+    """Maps that pack sequences, which begin at `starts`, without gaps, as `cu_seqlens` says."""
     together, apart = cu_seqlens.to(torch.int64), starts.to(torch.int64)[: cu_seqlens.shape[0]]
     index = torch.arange(tokens, device=cu_seqlens.device)
     return Maps(*_moved(index, together, apart), *_moved(index, apart, together, together.diff()))
@@ -245,7 +249,10 @@ def _moved(
     to: torch.Tensor,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens `index` of sequences that begin at `of` are, in sequences that begin at `to`."""
+    """Where the tokens `index` are, if their sequences begin at `to` instead of `of`.
+
+    Also returns whether a token is outside of all sequences.
+    """
     lengths = of.diff() if lengths is None else lengths
     sequence, step, absent = _places(index, of[:-1], lengths)
     return (to[sequence] + step).masked_fill(absent, 0), absent
@@ -276,7 +283,7 @@ def check_starts(starts: torch.Tensor, cu_seqlens: torch.Tensor, parameter: str)
 
 
 def name_of_longest(parameter: str) -> str:
-    """`max_seqlen_q` for `cu_seqlens_q`, likewise of keys."""
+    """`max_seqlen_q` for `cu_seqlens_q`, `max_seqlen_kv` for `cu_seqlens_kv`."""
     return parameter.replace("cu_seqlens", "max_seqlen")
 
 
@@ -311,7 +318,7 @@ def check_ends(
 
 
 def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> None:
-    """Check that lengths begin at 0 and fit into a padded sequence, of CPU tensors alone."""
+    """Check that `cu_seqlens` begins at 0 and lengths fit in; only CPU tensors are checked."""
     check_rise("attention", parameter, cu_seqlens)
     lengths = known_lengths(cu_seqlens)
     if max(lengths, default=0) > sequence:

@@ -1,7 +1,7 @@
 """How queries, keys and values lie in memory.
 
-`3` or `2` marks the axis of a packed tensor along which they were taken apart; `_` separates
-tensors with memory of their own:
+In the name of a layout, `3` or `2` is the axis of a packed tensor along which it was split, and `_`
+separates tensors with separate memory:
 
     sb3hd             query, key, value = qkv.unbind(2), qkv [sequence, batch, 3, heads, size]
     sbh3d             query, key, value = qkv.unbind(3), qkv [sequence, batch, heads, 3, size]
@@ -9,7 +9,8 @@ tensors with memory of their own:
     sbhd_sbh2d        key, value = kv.unbind(3), kv [sequence, batch, heads, 2, size]
     sbhd_sbhd_sbhd    three tensors
 
-and likewise for bshd and thd. Attention takes all of them as they are: the parts are views.
+The names for bshd and thd are formed in the same way. Attention takes all layouts without a copy,
+because it takes views.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def _get_qkv_layout(
 ) -> str:
     """The memory layout of queries, keys and values, found from storage, offsets and strides.
 
-    Where a size of one makes two layouts the same memory, the first one of the list above counts.
+    If two layouts are the same memory, because a size is 1, the first one of the list above counts.
 
     Args:
         q: `[sequence, batch, heads, size]`, `[batch, sequence, heads, size]` or
             `[tokens, heads, size]`, as `qkv_format` says.
-        k: likewise, with its own sequence and heads.
-        v: likewise.
+        k: as `q`, but with its own sequence length and number of heads.
+        v: as `k`.
         qkv_format: `sbhd`, `bshd` or `thd`.
 
     Raises:

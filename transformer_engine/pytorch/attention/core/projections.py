@@ -1,10 +1,10 @@
-"""Takes the output of a fused projection apart into queries, keys and values, as views.
+"""Splits the output of a fused projection into queries, keys and values, as views.
 
     interleaved       [groups, queries per group + 2, size]    each group: its queries, key, value
     not interleaved   [heads, size], [groups, size], [groups, size]
 
-In the backward, gradients that are such views of one tensor (cuDNN writes them so) are joined
-without a copy; others are concatenated.
+In the backward, gradients that are such views of one tensor (cuDNN and flash-attn write them so)
+are joined without a copy; others are concatenated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.kernels.packed import packed_base
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
-_PACK = 16  # bytes: what one instruction moves
+_PACK = 16  # bytes that one instruction moves
 
 
 class HeadLayout(NamedTuple):
@@ -42,7 +42,7 @@ class HeadLayout(NamedTuple):
         return self._replace(heads=heads, groups=ranks.share("num_gqa_groups", self.groups))
 
     def split(self, fused: bool) -> Any:
-        """How the projection of queries, keys and values is split, see `Linear`."""
+        """`parameters_split` of the projection of queries, keys and values, see `Linear`."""
         sizes = {"query": self.query_features, "key": self.key_features, "value": self.key_features}
         if not fused:
             return sizes
@@ -55,7 +55,7 @@ class HeadLayout(NamedTuple):
 
     @property
     def rotated(self) -> tuple[int, int]:
-        """Heads of a projection that repeat, and how many of them are queries and keys."""
+        """`period` and `rotated` of the stage `Rope`: rotated heads are queries and keys."""
         if self.interleaved:
             period = self.heads // self.groups + 2
             return period, period - 1
@@ -63,7 +63,11 @@ class HeadLayout(NamedTuple):
 
     @property
     def all_views(self) -> bool:
-        """Whether queries are a view, too; interleaved ones of several groups have no stride."""
+        """Whether queries are a view, too.
+
+        If they are interleaved and a group has several query heads, the distance between heads is
+        not constant, so that no stride describes them.
+        """
         return self.heads == self.groups or not self.interleaved
 
     @property
@@ -75,7 +79,7 @@ class HeadLayout(NamedTuple):
 def layout_of_heads(
     layer: Any, heads: int, groups: int | None, size: int | None, interleaved: bool
 ) -> HeadLayout:
-    """The heads of a `MultiheadAttention`, whose sizes are checked; None stands for a default."""
+    """The heads of a `MultiheadAttention`, after checks of its sizes; None is for a default."""
     groups = heads if groups is None else groups
     check_sizes("MultiheadAttention", layer.name, hidden_size=layer.hidden_size)
     sizes = {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": size or 1}
@@ -89,7 +93,7 @@ def layout_of_heads(
 
 
 class _Split(torch.autograd.Function):
-    """Not for queries of several groups, which `views` copies."""
+    """`views` with `join_gradients` as its backward, for layouts whose parts are all views."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
@@ -103,7 +107,7 @@ class _Split(torch.autograd.Function):
 
 
 def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
-    """`packed_base` while a graph is made: tensors have no memory, and sizes may be symbols."""
+    """`packed_base` for tensors of a trace: they have no memory, and their sizes may be symbols."""
     whole: Any = gradients[0]._base
     if whole is None or any([x._base is not whole for x in gradients]):
         return None
@@ -122,7 +126,7 @@ _apply = apply_of(_Split)
 
 
 def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tensor:
-    """The gradient of the tensor whose parts have these gradients."""
+    """The gradient of a projection, from the gradients of its parts."""
     if layout.all_views:
         find = packed_base if type(gradients[0]) is torch.Tensor else _whole_in_graph
         whole = find(gradients, by_head=layout.interleaved)
@@ -138,9 +142,10 @@ def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tens
 
 
 def in_packs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same memory in elements of 16 bytes, of which torch copies many times more in a second.
+    """Views of the tensors with elements of 16 bytes, which torch copies many times faster.
 
-    The tensors themselves where memory is not aligned so, where autograd watches, and in graphs.
+    The tensors themselves are returned if their memory is not aligned to 16 bytes, if autograd
+    records what happens to them, and in compiled code.
     """
     watched = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
     if torch.compiler.is_compiling() or watched or not all([_has_packs(x) for x in tensors]):
@@ -149,7 +154,7 @@ def in_packs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def out_of_packs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The way back from `in_packs`; a view of the same dtype would be unknown to autograd."""
+    """The inverse of `in_packs`; `x` itself if that returned the tensors themselves."""
     return x if x.dtype is dtype else x.view(dtype)
 
 
@@ -165,12 +170,15 @@ def _has_packs(x: torch.Tensor) -> bool:
     " -> (Tensor(a), Tensor(a), Tensor(a))"
 )
 def _split_in_graph(x: torch.Tensor, *layout: Any) -> tuple[torch.Tensor, ...]:
-    """`_Split` as an operator: it is called, not traced, so it can see views of one tensor."""
+    """`_Split` as an operator: Python runs it untraced, so it can find the base of the views."""
     return _apply(x, HeadLayout(*layout))
 
 
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
-    """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
+    """Split `[..., features]` into query, key and value.
+
+    The query is `[..., heads, size]`, key and value are `[..., groups, size]`.
+    """
     recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
     if not (layout.all_views and recorded) or exporting():
         return views(x, layout)
@@ -180,7 +188,7 @@ def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
 
 
 def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
-    """What `split_qkv` returns, for autograd as torch's own views."""
+    """The same tensors as `split_qkv`, made of torch's own views, which autograd differentiates."""
     heads, groups, size, interleaved = layout
     lead = x.shape[:-1]
     if heads == groups:  # one view and one op, whose backward is one op, too
@@ -200,7 +208,7 @@ def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
 
 
 def layout_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> HeadLayout | None:
-    """The layout in which these tensors are parts of one tensor, by their strides; else None."""
+    """The layout of one tensor whose parts have these strides; None if there is none."""
     heads, size = query.shape[-2:]
     groups = key.shape[-2]
     if key.shape != value.shape or key.shape[-1] != size:
@@ -214,34 +222,34 @@ def layout_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> He
 
 
 def split_kv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
-    """Key and value `[..., groups, size]` of `[..., features]`."""
+    """Split `[..., features]` into key and value `[..., groups, size]`."""
     shape = (layout.groups, 2) if layout.interleaved else (2, layout.groups)
     pair = x.view(*x.shape[:-1], *shape, layout.size)
     return pair.unbind(-2 if layout.interleaved else -3)
 
 
 class SplitHeads(Stage):
-    """Takes a projection `[..., features]` apart into heads `[..., heads, size]`.
+    """Splits a projection `[..., features]` into heads `[..., heads, size]`.
 
     Args:
-        results: names of the parts: query, key, value; or key, value; or query alone.
-        layout: heads.
+        results: names of the parts: (query, key, value), (key, value) or (query,).
+        layout: number, size and order of the heads.
     """
 
     label = "split_heads"
     takes_strides = True
-    records_with_readers = True  # gradients that come from elsewhere are joined by torch
+    records_with_readers = True  # torch joins the gradients that come from unrecorded stages
 
     def __init__(self, results: tuple[str, ...], layout: HeadLayout) -> None:
         self.results = results
         self.layout = layout
 
     def recordable(self, plan: CallPlan) -> bool:
-        """Where all are views."""
+        """Whether all parts are views."""
         return len(self.results) < 3 or self.layout.all_views
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts, as views where that can be."""
+        """The parts, as views if the layout allows it."""
         layout = self.layout
         if len(self.results) == 3:
             return views(x, layout)
@@ -269,7 +277,7 @@ class SplitHeads(Stage):
 
 
 class Heads(Part):
-    """The stage `SplitHeads`, planned on its own; arguments are its."""
+    """The stage `SplitHeads` as a `Part`; it takes the arguments of the stage."""
 
     def __init__(self, results: tuple[str, ...], layout: HeadLayout) -> None:
         self.stage = SplitHeads(results, layout)
@@ -280,7 +288,7 @@ class Heads(Part):
         return self.planned(values, (), None)
 
     def __call__(self, x: torch.Tensor) -> Any:
-        """Views that autograd knows; for queries, keys and values see `split_qkv`."""
+        """The parts, with gradients for autograd; for queries, keys and values see `split_qkv`."""
         if len(self.stage.results) == 3:
             return split_qkv(x, self.stage.layout)
         parts = self.stage.split(x)

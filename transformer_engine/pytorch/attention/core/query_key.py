@@ -42,9 +42,9 @@ def head_norms(
     params_dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms of queries and of keys, over the elements of each head; None for no kind.
+    """The norms of queries and of keys, over the elements of each head.
 
-    Both are the same module if it has no parameters.
+    Both are None if `kind` is None, and the same module if it has no parameters.
     """
     if kind is None:
         return None, None
@@ -71,8 +71,8 @@ class Rank(NamedTuple):
     """A context parallel rank, which has some tokens of each sequence.
 
     Attributes:
-        rank: its number.
-        ranks: how many there are.
+        rank: number of the rank.
+        ranks: number of ranks.
     """
 
     rank: int = 0
@@ -81,7 +81,7 @@ class Rank(NamedTuple):
     def parameters(
         self, whole: _Parameters, qkv_format: str, leads: Sequence[torch.Size]
     ) -> _Parameters:
-        """Angles, starts and ends of queries and keys for its tokens, from those of all."""
+        """Angles, starts and ends for this rank's queries and keys, from those of all tokens."""
         table, starts, ends, key_table, key_starts, key_ends = whole
         place = (self.ranks, self.rank)
         assert table is not None and key_table is not None
@@ -105,10 +105,11 @@ class Rotation(Part):
         layout: heads and their size.
         qkv_format: of queries and keys.
         interleaved: see `rope/embedding.py`.
-        cross: keys are not those of the tokens of `inference_params`.
+        cross: attention is cross attention: `inference_params` knows the positions of queries, but
+            not of keys.
 
     Attributes:
-        of_projection: the same for a projection that is not taken apart yet.
+        of_projection: the same rotation for a projection that is not split yet.
     """
 
     def __init__(self, layout: HeadLayout, qkv_format: str, interleaved: bool, cross: bool) -> None:
@@ -123,7 +124,7 @@ class Rotation(Part):
 
     @staticmethod
     def arguments(angles: Any, others: dict[str, Any]) -> tuple[Any, ...]:
-        """Its arguments, from those of a call; empty without angles."""
+        """The arguments of this part, from those of a call of the layer; empty without angles."""
         if angles is None:
             return ()
         names = ("cu_seqlens_q", "cu_seqlens_kv")
@@ -132,7 +133,7 @@ class Rotation(Part):
         return angles, *ends, others.get("inference_params"), *lengths
 
     def set_context(self, context: ContextGroup | None) -> None:
-        """Turn the tokens of this rank, of those that share sequences."""
+        """Rotate by the positions of this rank's tokens, if context parallel ranks share them."""
         self.rank = Rank() if context is None else Rank(context.rank, context.size)
 
     def plan_call(
@@ -158,7 +159,7 @@ class Rotation(Part):
             )
             pair = (cached[0], pair[1]) if self.cross else cached
             key_starts = None if self.cross else starts
-            if ends is not None:  # the cache knows better than the caller's cu_seqlens
+            if ends is not None:  # those of the cache replace the caller's cu_seqlens
                 query_ends, key_ends = ends, key_ends if self.cross else ends
         leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
         ranks = self.rank.ranks
@@ -177,7 +178,7 @@ class Rotation(Part):
         return self.planned(values, parameters, (self.qkv_format == "bshd", self.interleaved))
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, *arguments: Any) -> Any:
-        """Rotate both; where keys come from a cache, by one launch if their memory allows it."""
+        """Rotate both. With `inference_params`, one launch does it if both are in one tensor."""
         cached = len(arguments) > 3 and arguments[3] is not None and not torch.is_grad_enabled()
         both = None
         if cached:
@@ -194,13 +195,14 @@ class Rotation(Part):
 
 
 class ProjectionRotation(Part):
-    """Rotary position embedding of a fused projection `[..., features]`, whose values are copied.
+    """Rotary position embedding of a fused projection `[..., features]`.
 
-    So its parts stay parts of one tensor: the projection before it takes no memory any more, and
-    gradients of its parts are joined without a copy. Bits are those of `Rotation`.
+    Queries and keys are rotated, values are copied into the result. So the parts of the result are
+    still parts of one tensor. This frees the memory of the unrotated projection, and gradients of
+    the parts are joined without a copy. Results are bit for bit those of `Rotation`.
 
     Args:
-        one: rotates queries and keys of the same layer.
+        one: the `Rotation` of the same layer.
     """
 
     def __init__(self, one: Rotation) -> None:
@@ -208,9 +210,9 @@ class ProjectionRotation(Part):
         self.one = one
 
     def takes(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether it can do what `Rotation` does with these arguments.
+        """Whether this part can do what `Rotation` does with these arguments.
 
-        A flow that lists its parts has placeholders for them: then it does not.
+        The answer is no while a flow lists its parts, and passes placeholders as arguments.
         """
         if not arguments or exporting() or not self.one.layout.all_views:
             return False
@@ -261,7 +263,7 @@ def _pair_of(angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Queries and keys as heads of one tensor, where a fused projection has laid them out so."""
+    """Queries and keys as heads of one tensor, if their memory is that of a fused projection."""
     shape, strides = query.shape, query.stride()
     adjacent = (
         strides == key.stride()

@@ -1,1 +1,1 @@
-"""Which keys a query sees."""
+"""Masks, which say which keys a query sees, and the bias of ALiBi."""

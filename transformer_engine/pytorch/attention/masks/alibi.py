@@ -10,9 +10,9 @@ from transformer_engine.pytorch.module.inputs import check_tensors
 def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """Slope of each head, fp32 `[1, heads, 1, 1]`.
 
-    With n the largest power of two that is not above `heads`, the first n heads have
-    `2^(-8k/n)`, k = 1..n; the heads left over have `2^(-4(2k-1)/n)`, k = 1, 2, ...: the slopes that
-    lie between the first ones.
+    Let n be the largest power of two with n <= heads. The first n heads have the slopes
+    `2^(-8k/n)`, k = 1..n. The other heads have `2^(-4(2k-1)/n)`, k = 1, 2, ..., which lie between
+    those of the first heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = torch.arange(1, n + 1, dtype=torch.float32, device=device) * (-8.0 / n)

@@ -1,8 +1,10 @@
-"""Which keys a query may see: mask types, sliding windows and padding, brought into one `Mask`.
+"""Which keys a query may see: mask types, sliding windows and padding, combined into one `Mask`.
 
-In every mask True means hidden. Query i sees key j where no mask hides it and
+In every mask True means hidden. Query i sees key j if no mask hides it and
 
-    i + diagonal - left <= j <= i + diagonal + right        (a negative side has no limit).
+    i + diagonal - left <= j <= i + diagonal + right
+
+where a negative `left` or `right` is no limit.
 
 `causal` is the band left = -1, right = 0. Its diagonal is 0 (top-left: query 0 sees key 0) or
 keys - queries (bottom-right: the last query sees the last key):
@@ -60,7 +62,7 @@ _ALIASES = {
 
 
 def mask_type(name: str, parameter: str = "attn_mask_type") -> MaskType:
-    """Look a mask type up by name; both orders of "padding,causal" are known."""
+    """The mask type of this name; "padding,causal" and "causal,padding" are the same type."""
     if not isinstance(name, str):
         raise TypeError(f"[attention] expected {parameter} to be a str, got {name!r}")
     found = MASK_TYPES.get(_in_one_spelling(name))
@@ -83,10 +85,11 @@ def bottom_right(name: str) -> str:
 def as_window(window: Sequence[int] | None) -> Window | None:
     """A window, which may be any sequence, as a tuple of ints.
 
-    Results are memoised by it, and `1 == True == 1.0`: other types end here.
+    Other types than ints are refused: functions are memoised by the window, and a cache would take
+    `1`, `True` and `1.0` for the same key.
     """
     if window is None or (type(window) is tuple and [*map(type, window)] == [int, int]):
-        return window  # at once: a call may bring it
+        return window  # the quick way, because every call may give a window
     try:
         if not isinstance(window, Sequence) or any([isinstance(side, bool) for side in window]):
             raise TypeError
@@ -117,8 +120,9 @@ def mask_rule(
 
     Args:
         name: a mask type.
-        window: `(left, right)`; None is the whole row, up to the diagonal where causal.
-        bottom_right: where the diagonal of a type that is not causal ends; None is bottom-right.
+        window: `(left, right)`; None for no window.
+        bottom_right: for types that are not causal, whether the diagonal of the window ends
+            bottom-right; None is True.
         parameter: what to call the mask type in an error.
     """
     kind = mask_type(name, parameter)
@@ -169,22 +173,22 @@ class Padding:
         return self.queries.transpose(-1, -2) | self.keys
 
     def shift(self) -> torch.Tensor | None:
-        """How far the last real key is behind the last real query, in each sequence.
+        """For each sequence, the position of its last real key minus that of its last real query.
 
-        `[batch, 1, 1, 1]`; None if all are zero.
+        `[batch, 1, 1, 1]`; None if queries and keys have the same padding.
         """
         return None if self.queries is self.keys else _end(self.keys) - _end(self.queries)
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask as backends take it: a band of keys, without those that `hidden` hides.
+    """A mask as backends take it: a query sees a band of keys, except those that `hidden` hides.
 
     Attributes:
         hidden: bool, broadcastable to `[batch, heads, queries, keys]`; None hides nothing.
-        left: keys before the diagonal; -1 for all.
-        right: keys after the diagonal; -1 for all.
-        diagonal: the key on query 0's diagonal.
+        left: how many keys before the diagonal a query sees; -1 for all.
+        right: how many keys after the diagonal a query sees; -1 for all.
+        diagonal: the key that lies on the diagonal for query 0; for query i it is i keys later.
     """
 
     hidden: torch.Tensor | None = None
@@ -194,17 +198,17 @@ class Mask:
 
     @property
     def full(self) -> bool:
-        """Every query sees every key."""
+        """Whether every query sees every key."""
         return self.hidden is None and self.left < 0 and self.right < 0
 
     @property
     def causal(self) -> bool:
-        """Exactly the top-left causal triangle."""
+        """Whether this is exactly the causal mask whose diagonal begins top-left."""
         band = (self.left, self.right, self.diagonal)
         return self.hidden is None and band == (-1, 0, 0)
 
     def may_blind(self, queries: int, keys: int) -> bool:
-        """Whether the band may leave a query without any key; `hidden` is not considered."""
+        """Whether a query may see no key: True with any `hidden`, whose values are not read."""
         first_sees_none = self.right >= 0 and self.diagonal + self.right < 0
         last_sees_none = self.left >= 0 and queries - 1 + self.diagonal - self.left > keys - 1
         return self.hidden is not None or first_sees_none or last_sees_none
@@ -225,7 +229,10 @@ def outside_band(
     diagonal: int | torch.Tensor,
     device: torch.device,
 ) -> torch.Tensor:
-    """Bool `[queries, keys]`, True off the band; `diagonal` may be a tensor `[batch, 1, 1, 1]`."""
+    """Bool `[queries, keys]`, True outside of the band.
+
+    With a tensor `[batch, 1, 1, 1]` as `diagonal`, the result is `[batch, 1, queries, keys]`.
+    """
     centre = torch.arange(queries, device=device)[:, None] + diagonal
     key = torch.arange(keys, device=device)
     hidden = torch.zeros((), dtype=torch.bool, device=device)
@@ -243,7 +250,15 @@ def build_mask(
     padding: Padding | None = None,
     arbitrary: torch.Tensor | None = None,
 ) -> Mask:
-    """Apply a rule to the longest sequences of queries and keys, with the masks that it needs."""
+    """The mask of a rule for these sizes.
+
+    Args:
+        rule: mask type, window and alignment.
+        queries: tokens of the longest query sequence.
+        keys: tokens of the longest key sequence.
+        padding: for a padding type.
+        arbitrary: for the type `arbitrary`, the user's mask.
+    """
     hidden = padding.hidden() if padding is not None else arbitrary
     left, right = rule.left, rule.right
     if left < 0 and right < 0:
@@ -251,11 +266,11 @@ def build_mask(
     diagonal = keys - queries if rule.bottom_right else 0
     if rule.bottom_right and padding is not None:
         shift = padding.shift()
-        if shift is not None:  # the diagonal differs from sequence to sequence: no band has that
+        if shift is not None:  # each sequence has another diagonal, which one band cannot express
             off_band = outside_band(queries, keys, left, right, shift, shift.device)
             return Mask(off_band | padding.hidden())
         diagonal = 0
-    if exporting():  # sizes may be symbols, and what is said of them would hold for the graph
+    if exporting():  # sizes may be symbols, and comparing them would limit the graph to some sizes
         return Mask(hidden, left, right, diagonal)
     if left >= queries - 1 + diagonal:
         left = -1
@@ -324,7 +339,7 @@ def check_arbitrary(mask: Any, shape: tuple[int, int, int, int]) -> torch.Tensor
 
 
 def check_mask_dtype(mask: torch.Tensor, parameter: str) -> torch.Tensor:
-    """A mask is a bool tensor: True = hidden."""
+    """Raise TypeError unless a mask is a bool tensor."""
     check_tensors("attention", **{parameter: mask})
     if mask.dtype is not torch.bool:
         raise TypeError(

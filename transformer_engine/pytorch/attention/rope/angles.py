@@ -1,4 +1,4 @@
-"""The angles by which rotary position embedding turns pairs of elements: position * frequency."""
+"""The angles by which rotary position embedding rotates pairs of elements: position * frequency."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from transformer_engine.pytorch.module.parameters import default_device
 class RotaryPositionEmbedding(torch.nn.Module):
     """The angle of each position and element.
 
-    The frequencies are the buffer `inv_freq`, fp32 `[dim / 2]`, which may be replaced, by the
-    scaled ones of Llama for example. They stay fp32 after `module.half()`, and where FSDP casts
-    buffers, those of this class count as they were. They are no part of our state dicts; those of a
-    checkpoint that has them are loaded. Setting `dim` or `rotary_base`, and leaving `meta`,
-    computes them anew.
+    Pair i of n rotates by position * `rotary_base ** (-i / n)`. These frequencies are the buffer
+    `inv_freq`, fp32 `[dim / 2]`. You may replace it, for example by the scaled frequencies of
+    Llama. The buffer stays fp32 after `module.half()`. If FSDP casts it to 16 bit, frequencies that
+    have only been rounded by that are computed again in fp32. State dicts do not contain it, but it
+    is loaded from a checkpoint that does. It is computed again when `dim` or `rotary_base` is set,
+    and when the module leaves the device `meta`.
 
     Args:
         dim: size of a head.
-        rotary_percent: share of the elements that is rotated.
-        seq_len_interpolation_factor: positions are divided by it.
-        pretrained_max_position_embeddings: sequences longer than this times the factor have their
-            positions divided by sequence length / this instead.
+        rotary_percent: fraction of a head's elements that is rotated, in (0, 1].
+        seq_len_interpolation_factor: positions are divided by this factor; None for 1.
+        pretrained_max_position_embeddings: maximum length in pretraining. With a factor, positions
+            of sequences longer than this length times the factor are divided by (sequence length /
+            this length) instead.
         rotary_base: the lowest frequency is about 1 / rotary_base.
         interleaved: pairs are neighbours, (0, 1), (2, 3), ...; else they are elements of the two
             halves, (0, dim / 2), (1, dim / 2 + 1), ...
@@ -69,7 +71,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """See `torch.nn.Module`. Other frequencies come with another `dim` or `rotary_base`."""
+        """See `torch.nn.Module`. Setting `dim` or `rotary_base` computes the frequencies again."""
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
         is_built = "inv_freq" in self.__dict__.get("_buffers", ())
@@ -81,7 +83,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
                 raise
 
     def reset_parameters(self) -> None:
-        """Compute frequencies that are on meta, on the device of new modules; others stay."""
+        """Compute frequencies that are on `meta`, on the default device; leave others."""
         if self.inv_freq.is_meta:
             self.inv_freq = self._frequencies(default_device(None))
 
@@ -95,7 +97,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return 1.0 / (self.rotary_base ** (step / self.dim))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """See `torch.nn.Module`. The frequencies move, with dtype and values as they are."""
+        """See `torch.nn.Module`. The frequencies change their device, but not dtype or values."""
         before = self.inv_freq
         super()._apply(fn, recurse)
         device = self.inv_freq.device
@@ -112,7 +114,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Also take frequencies, which checkpoints of NVIDIA's package have."""
+        """Also load frequencies, which checkpoints of NVIDIA's package contain."""
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -134,8 +136,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
         """Angles of the positions from `offset` on, fp32 `[max_seq_len, 1, 1, dim]`.
 
         Args:
-            max_seq_len: how many positions, an int of 0 or more.
-            offset: the first one.
+            max_seq_len: number of positions, 0 or more.
+            offset: the first position.
 
         Raises:
             ValueError: `inv_freq` of another number of elements.
@@ -160,7 +162,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return angle[:, None, None, :]
 
     def _interpolation(self, max_seq_len: int) -> float:
-        """The factor that positions are divided by."""
+        """What positions are divided by."""
         factor = self.seq_len_interpolation_factor
         if factor is None:
             return 1.0
@@ -171,5 +173,5 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
 
 def _widened(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The values in fp32, and `exact` where they are roundings of that."""
+    """The values in fp32; where a value is `exact` rounded to its dtype, `exact` itself."""
     return torch.where(exact.to(values.dtype) == values, exact, values.float())

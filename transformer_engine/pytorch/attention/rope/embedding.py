@@ -2,7 +2,8 @@
 
     y = x * cos(angle) + rotate_half(x) * sin(angle)
 
-The pairs are (i, i + size / 2), or with `interleaved` (2 i, 2 i + 1).
+If n elements of a head are rotated, pair i is (i, i + n / 2), or with `interleaved` (2 i, 2 i + 1),
+and `rotate_half` maps each pair (a, b) to (-b, a).
 """
 
 from __future__ import annotations
@@ -49,22 +50,24 @@ def apply_rotary_pos_emb(
 
     Args:
         t: `[sequence, batch, heads, size]`, or as `tensor_format` says.
-        freqs: angles `[positions, 1, 1, elements]`, of whole sequences; tokens behind the last
-            position, as padding may be, have the angles of the last.
+        freqs: angles `[positions, 1, 1, elements]`, of whole sequences. Tokens beyond the last
+            position, such as padding, have the angles of the last position.
         tensor_format: `sbhd`, `bshd` or `thd`.
-        fused: by one kernel, in fp32 and rounded once, and without a gradient of `freqs`; otherwise
-            in the dtype of `t`.
-        cu_seqlens: int32 `[batch + 1]`, where each whole sequence of `thd` ends.
+        fused: use one kernel, which computes in fp32, rounds once, and returns no gradient of
+            `freqs`; otherwise torch's operators compute in the dtype of `t`.
+        cu_seqlens: int32 `[batch + 1]`, ends of the whole sequences of `thd`, after a 0.
         start_positions: int32 `[batch]`, the position of each sequence's first token.
-        interleaved: which elements are a pair.
-        cp_size: context parallel ranks: `t` has the tokens that `shard_sequence` leaves to one.
-        cp_rank: this rank among them.
+        interleaved: pairs are (2 i, 2 i + 1); else (i, i + elements / 2).
+        cp_size: number of context parallel ranks; `t` has the tokens that `shard_sequence` gives to
+            one of them.
+        cp_rank: number of this rank.
 
     Raises:
         ValueError: shapes or devices that do not fit together; sequences without start positions
-            that are longer than `freqs`, start positions below 0, and `cu_seqlens` that fall or go
-            beyond the tokens, where they are on the CPU; with several ranks, sequences that cannot
-            be cut into `2 * cp_size` chunks, and start positions of other formats than `thd`.
+            that are longer than `freqs`; start positions below 0, and `cu_seqlens` that decrease or
+            exceed the tokens (both are checked only on the CPU); with several ranks, sequences that
+            cannot be cut into `2 * cp_size` chunks, and start positions with another format than
+            `thd`.
         TypeError: `t` or `freqs` is no tensor, or not of floating point.
     """
     check_rank(cp_size, cp_rank)
@@ -98,7 +101,7 @@ def apply_rotary_pos_emb(
 
 def angle_table(freqs: torch.Tensor) -> torch.Tensor:
     """Angles as the kernel reads them, `[positions, elements]`."""
-    plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # each call of torch counts
+    plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # saves three calls of torch
     plain = plain and (torch.compiler.is_compiling() or not freqs.is_neg())
     table = freqs if plain else freqs.to(torch.float32).contiguous().resolve_neg()
     return table.view(freqs.shape[0], freqs.shape[-1])
@@ -114,14 +117,15 @@ def _rotate(t: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Te
 class Rope(Stage):
     """Rotates heads by the kernel, in fp32 and rounded once.
 
-    It reads `t` `[sequence, batch, heads, size]`, or as `options` of the call says, which are
-    (batch first, interleaved). The parameters are angles fp32 `[positions, elements]`, start
-    positions and `cu_seqlens`, the last two or None.
+    The options of the call are (batch first, interleaved); its input is `[sequence, batch, heads,
+    size]`, `[batch, sequence, heads, size]` or `[tokens, heads, size]`. The parameters are angles
+    fp32 `[positions, elements]`, start positions (or None) and `cu_seqlens` (or None).
 
     Args:
-        size: of a head, where `t` has features `heads * size` instead; None where it has heads.
-        period: heads that repeat, see `rotated`.
-        rotated: so many heads of each period are rotated, the others copied.
+        size: size of a head, if the last dimension of the input is `heads * size`; None if the
+            input has a dimension of heads.
+        period: heads are treated in groups of this many.
+        rotated: the first `rotated` heads of each group are rotated, the others are copied.
     """
 
     label = "rope"
@@ -133,7 +137,7 @@ class Rope(Stage):
         self.size, self.heads_of = size, (period, rotated)
 
     def recordable(self, plan: CallPlan) -> bool:
-        """Where the elements of heads lie side by side; else torch copies them."""
+        """Always. If the elements of a head are not contiguous, torch copies them unrecorded."""
         return True
 
     def _rotated(self, t: torch.Tensor, *how: Any) -> torch.Tensor:
@@ -182,7 +186,7 @@ _ROPE = _RopeOfOne(Chain.of(Rope()))
 
 
 def _by_kernel(x: torch.Tensor, *how: Any) -> torch.Tensor:
-    """`kernels.rope.rope`, which wants the elements of a head side by side."""
+    """`kernels.rope.rope`, which needs the elements of a head to be contiguous."""
     if x.stride(-1) != 1:  # `contiguous` leaves empty tensors as they are
         x = x.contiguous() if x.numel() else x.new_empty(x.shape)
     return rope(x, *how)

@@ -1,4 +1,4 @@
-"""Angles of the tokens that a context parallel rank has: the chunks r and 2n - 1 - r of 2n."""
+"""Angles for the tokens of a context parallel rank: of n ranks, rank r has chunks r and 2n-1-r."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_rank(cp_size: int, cp_rank: int) -> None:
 def angles_of_rank(
     freqs: torch.Tensor, length: int, starts: torch.Tensor | None, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """The angles of the `length` tokens of a rank, in its order, from those of whole sequences."""
+    """The angles of a rank's `length` tokens, in its order, from the angles of whole sequences."""
     if starts is not None:
         _refuse("start_positions=None, or tensor_format 'thd',", "start_positions")
     if length % 2:
@@ -35,16 +35,17 @@ def angles_of_rank(
 def sequences_of_rank(
     cu_seqlens: torch.Tensor, starts: torch.Tensor | None, cp_size: int, cp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each chunk of thd as a sequence of its own: where it ends, and the position it begins at.
+    """`cu_seqlens` and start positions of a rank's thd tokens, with each chunk as a sequence.
 
     Args:
-        cu_seqlens: int32 `[batch + 1]`, where whole sequences end.
+        cu_seqlens: int32 `[batch + 1]`, ends of the whole sequences, after a 0.
         starts: int32 `[batch]`, the position of each sequence's first token; None for 0.
-        cp_size: ranks.
-        cp_rank: this rank.
+        cp_size: number of ranks.
+        cp_rank: number of this rank.
 
     Returns:
-        int32 `[2 * batch + 1]` and `[2 * batch]`.
+        int32 `[2 * batch + 1]`, where the chunks end, and `[2 * batch]`, the position of the first
+        token of each chunk.
     """
     lengths = cu_seqlens.diff()
     check_chunks("apply_rotary_pos_emb", "cu_seqlens", known_lengths(cu_seqlens), cp_size)
