@@ -73,11 +73,11 @@ class ScaleLayout:
         return self.run == other.run
 
     def code(self, element: int) -> int:
-        """The format, as `_C` takes it, of this layout with an element type (a value of `DType`)."""
+        """The number that `_C` takes for this layout with an element type, a value of `DType`."""
         return element + _ELEMENTS * self.number
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """The shape of the scales: of `{1/scale, scale}`, or of the inverse scales of all blocks."""
+        """The shape of `{1/scale, scale}`, or of the grid of the blocks' inverse scales."""
         if self.block is None:
             return (2,)
         grid = -(-rows // self.block[0]), -(-cols // self.block[1])

@@ -1,4 +1,8 @@
-"""`CoreAttention`: chooses a backend for a call, and plans or runs its stage."""
+"""`CoreAttention`: chooses a backend for a call, and plans or runs the stage `Attention` with it.
+
+It also does what is the same for all backends: recomputation (`checkpoint_core_attention`), and the
+special cases of torch.compile, functorch and ONNX export.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +69,13 @@ class CoreAttention(Part):
         parameters = (*tensors, None)
         if call.casts is None or call.casts.of_state:
             return self.planned(values, parameters, options, needs)
-        return self._prepared(values.like.dtype, needs, options), parameters  # scales of this call
+        # The scales are those of this call, so no other call can share the plan.
+        return self._prepared(values.like.dtype, needs, options), parameters
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Attention in the format of the call; the heads of the result are flat."""
+        """Attention in the format of the call; the result ends with `heads * size`."""
         if exporting():
             return exported.attend(query, key, value, call)
         compiling = _is_compiling()
@@ -93,7 +98,8 @@ class CoreAttention(Part):
         if recorded and backend.differentiable and (compiling or transformed):
             return run_forward(backend, query, key, value, call, NO_BACKWARD)[0]
         if recorded and (compiling or (query is key is value and call.casts is None)):
-            # A compiler takes no tensor twice. This adds gradients of a tensor value first.
+            # A compiler takes no tensor twice. If all three are one tensor, autograd adds the
+            # gradient of value first.
             query, key, value = (x.view_as(x) for x in inputs)
         plan, parameters = self._plan(backend, coming, needs, call)
         step = None if call.casts is None else call.casts.step
@@ -107,7 +113,7 @@ def _backend_for(like: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Bac
 
 
 def _needs(values: Incoming, call: Call) -> tuple[bool, ...]:
-    """`CallPlan.needs`: query, key, value, bias and sink may need gradients, other tensors not."""
+    """`CallPlan.needs`; only query, key, value, bias and sink may need gradients."""
     if not values.records:
         return _NO_NEEDS
     bias, sink = call.bias.tensor, call.sink.offset
@@ -130,7 +136,7 @@ def _recomputed(backend: Backend) -> Backend:
         if not any(needs):
             return backend.forward(query, key, value, call, needs)
         casts = call.casts
-        if casts is not None:  # by the backward, scales have moved on
+        if casts is not None:  # the module may update its scales before the backward
             casts = casts.with_copied_scales()
         states = _RandomStates(query.device) if call.dropout.p > 0.0 else None
         call = call._replace(casts=casts)
@@ -145,7 +151,7 @@ def _recomputed(backend: Backend) -> Backend:
         if casts is not None:
             call = call._replace(casts=casts.for_recompute())
         random = nullcontext() if states is None else states.restored()
-        with random, _without_torch_autocast(query):  # which has cast the inputs, or came later
+        with random, _without_torch_autocast(query):  # the inputs have their final dtype
             _, found = backend.forward(query, key, value, call, needs)
         assert found is not None
         return backend.backward(grad, found, call.settings(), needs)

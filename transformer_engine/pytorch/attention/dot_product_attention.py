@@ -1,4 +1,4 @@
-"""DotProductAttention: checks, masks and formats around whichever backend takes the problem."""
+"""`DotProductAttention`: turns its arguments into a `Call`, which a backend that takes it runs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             query heads. None for as many as query heads.
         attention_dropout: probability of dropping an attention weight in training.
         qkv_format: `sbhd` is `[sequence, batch, heads, size]`, `bshd` is `[batch, sequence, heads,
-            size]`, and `thd` is `[tokens, heads, size]`: sequences one after the other, whose ends
-            `cu_seqlens` say.
+            size]`, and `thd` is `[tokens, heads, size]`: sequences one after the other, which end
+            as `cu_seqlens_q` and `cu_seqlens_kv` say.
         attn_mask_type: `no_mask`; `causal` (query i sees keys up to i) or `causal_bottom_right`
             (the last query sees the last key); `padding`, `padding_causal` or
             `padding_causal_bottom_right`, which hide what lies behind the end of a sequence;
@@ -79,27 +79,27 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
         window_size: `(left, right)`: query i sees keys i - left to i + right; -1 is no limit.
             `forward` may override it.
         sequence_parallel: with True, dropout does not use the tracker's RNG states.
-        tp_size: tensor parallel ranks, which share the heads; numbers above are of all heads.
+        tp_size: number of tensor parallel ranks. The numbers of heads above are of all ranks.
         get_rng_state_tracker: returns the tracker whose `fork()` dropout runs in.
-        tp_group: tensor parallel group; which heads a rank has matters for ALiBi alone.
+        tp_group: tensor parallel group; decides which ALiBi slopes and sinks a rank has.
         layer_number: number of the layer, from 1.
         attention_type: `self` or `cross`.
-        cp_group: ranks that share sequences, see `docs/how-to/context_parallel.md`: a process
-            group; a list of two for `a2a+p2p`, that of the exchange first.
-        cp_global_ranks: its global ranks; None for those of the group.
+        cp_group: process group of the ranks that share sequences; for `a2a+p2p` a list of two, that
+            of the exchange of heads first. See `docs/how-to/context_parallel.md`.
+        cp_global_ranks: global ranks of `cp_group`, which are checked; None for no check.
         cp_stream: accepted for compatibility; parts are merged on the current stream.
-        bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
+        bottom_right_diagonal: align windows of non-causal mask types bottom-right; None is True.
         cp_comm_type: `p2p`, `all_gather`, `a2a` or `a2a+p2p`.
         softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
-        softmax_type: `vanilla`; `off-by-one` has 1 more in the denominator; `learnable` has
-            exp(`softmax_offset`) more, a parameter `[num_attention_heads]`, zeros at first.
-        return_max_logit: also return the largest score of each head, from a product of its own.
+        softmax_type: `vanilla`; `off-by-one` adds 1 to the denominator; `learnable` adds
+            exp(`softmax_offset`), a parameter `[num_attention_heads]`, initially zero.
+        return_max_logit: also return the largest score of each head, which is computed separately.
         name: name of the layer.
 
     Raises:
-        ValueError: heads, formats, mask types or windows that cannot be.
-        TypeError: unknown arguments; sizes, numbers, groups, names or functions that are none.
-        NotImplementedError: what is not implemented.
+        ValueError: invalid numbers of heads, formats, mask types or windows.
+        TypeError: unknown arguments, or arguments of a wrong type.
+        NotImplementedError: settings that are not implemented.
 
     Example:
         >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")
@@ -210,7 +210,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
         fp8_output: bool = False,
         num_splits: int = 1,
     ) -> Any:
-        """Attend.
+        """Compute attention.
 
         Args:
             query_layer: `[sequence, batch, heads, size]`, or as `qkv_format` says.
@@ -220,8 +220,8 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
                 pair of them for queries and keys; for `arbitrary` any shape that broadcasts to
                 `[batch, heads, queries, keys]`. Other types ignore it.
             qkv_format: overrides the constructor's.
-            cu_seqlens_q: int32 `[batch + 1]`, where each query sequence ends; for padding types
-                instead of a mask, and for `thd`.
+            cu_seqlens_q: int32 `[batch + 1]`, ends of the query sequences, after a 0. Required for
+                `thd`; padding types with other formats take it instead of a mask.
             cu_seqlens_kv: the same for keys and values.
             max_seqlen_q: longest query sequence of `thd`; without it the host waits for the GPU.
             max_seqlen_kv: the same for keys and values.
@@ -232,20 +232,20 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
             core_attention_bias_type: `no_bias`, `pre_scale_bias` (added to query key^T),
                 `post_scale_bias` (added after scaling) or `alibi`.
             core_attention_bias: broadcasts to `[batch, heads, queries, keys]`.
-            alibi_slopes: fp32 `[heads]` or `[batch, heads]`, without gradients; None for the usual.
+            alibi_slopes: fp32 `[heads]` or `[batch, heads]`, without gradients; None for defaults.
             fast_zero_fill: without effect: results of padding are always zero.
-            inference_params: keys and values of earlier tokens, see `InferenceParams`; masks and
-                windows end bottom-right, as queries are the last ones.
+            inference_params: keys and values of earlier tokens, see `InferenceParams`. Masks and
+                windows are aligned bottom-right, because queries are the last tokens.
             bottom_right_diagonal: overrides the constructor's.
-            cu_seqlens_q_padded: where query sequences of `thd` start, if there is room between.
+            cu_seqlens_q_padded: where query sequences of `thd` start, if there is padding between.
             cu_seqlens_kv_padded: the same for keys and values.
             pad_between_seqs: without effect: the two arguments above say it.
             fp8_output: not implemented.
             num_splits: without effect.
 
         Returns:
-            `[sequence, batch, heads * size of a value]`, or as the format is. With
-            `return_max_logit` a pair: that, and fp32 `[heads]`, -inf for a head that sees no key.
+            `[sequence, batch, heads * size of a value]`, or as `qkv_format` says. With
+            `return_max_logit`, also fp32 `[heads]`, -inf for a head that sees no key.
 
         Raises:
             ValueError: shapes, masks, `cu_seqlens` or biases that do not fit together; a call that
@@ -302,7 +302,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
     ) -> Planned | None:
         """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`.
 
-        Arguments are those of `forward`. None where a call needs more than a stage.
+        Arguments are those of `forward`. None if the call needs more than the stage `Attention`.
         """
         if self.return_max_logit or not _OF_MORE.isdisjoint(arguments):
             return None
@@ -331,7 +331,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
 
     @constant_in_graphs
     def _constant_scale(self) -> float:
-        """`softmax_scale`, which Dynamo may have made a symbol. It calls this."""
+        """`softmax_scale` as a constant, because Dynamo may have made the attribute a symbol."""
         return self.softmax_scale
 
     def _call(
@@ -382,7 +382,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
         return Dropout(self.attention_dropout, self._tracker()) if self._drops() else NO_DROPOUT
 
     def _tracker(self) -> Any:
-        """RNG states of dropout: with sequence parallelism all ranks draw alike."""
+        """The tracker that dropout draws from; None for torch's generator."""
         if self.get_rng_state_tracker is None or self.sequence_parallel:
             return None
         return self.get_rng_state_tracker()

@@ -22,9 +22,9 @@ def max_logit(query: torch.Tensor, key: torch.Tensor, call: Call) -> torch.Tenso
     """The largest of `scale * query key^T + bias` that the mask lets through, for each head.
 
     Args:
-        query: in the format of the call.
-        key: likewise.
-        call: of attention.
+        query: queries in the format of the call.
+        key: keys in the format of the call.
+        call: the call of attention.
 
     Returns:
         fp32 `[heads]`; -inf for a head that sees nothing.
@@ -49,7 +49,7 @@ def max_logit(query: torch.Tensor, key: torch.Tensor, call: Call) -> torch.Tenso
 
 
 def _rows(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The rows of some queries of what broadcasts to `[batch, heads, queries, keys]`."""
+    """The rows of these queries, of a tensor that broadcasts to `[batch, heads, queries, keys]`."""
     return x[..., start:stop, :] if x.shape[-2] > 1 else x
 
 

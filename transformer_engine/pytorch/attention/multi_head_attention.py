@@ -1,4 +1,4 @@
-"""MultiheadAttention: projections to queries, keys and values, attention, and the way back."""
+"""`MultiheadAttention`: projections to queries, keys and values, attention, output projection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments
 from transformer_engine.pytorch.module.parameters import InitMethod, default_device
 
-_CORE = (  # keywords that `forward` hands on
+_CORE = (  # keywords that `forward` passes on to `DotProductAttention`
     *("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal"),
     *("pad_between_seqs", "num_splits", "fp8_output"),
 )
@@ -40,41 +40,41 @@ class MultiheadAttention(FlowModule):
         kv_channels: size of a head; None is `hidden_size / num_attention_heads`.
         attention_dropout: probability of dropping an attention weight in training.
         layernorm_epsilon: added to the variance.
-        init_method: of the query, key and value weights; None is a normal with deviation 0.023.
-        output_layer_init_method: of the output projection's weight; likewise.
+        init_method: initialises query, key and value weights; None: normal with deviation 0.023.
+        output_layer_init_method: initialises the output projection's weight; None: likewise.
         layer_number: number of the layer, from 1.
         attn_mask_type: see `DotProductAttention`.
         window_size: see `DotProductAttention`.
-        tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
+        tp_group: tensor parallel group; None if `set_tensor_parallel_group` will give it before the
             first forward.
-        tp_size: how many ranks that group has.
+        tp_size: number of ranks in `tp_group`.
         num_gqa_groups: key and value heads; None for as many as query heads.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
             `fuse_qkv_params`.
         get_rng_state_tracker: returns the tracker of initialisation and dropout.
         sequence_parallel: input and output are this rank's part of the tokens, see `Linear`.
-        params_dtype: of the parameters; None is torch's default dtype.
+        params_dtype: dtype of the parameters; None is torch's default dtype.
         return_bias: return the output projection's bias instead of adding it.
         return_layernorm_output: also return the output of the norm.
         input_layernorm: normalise the input.
         attention_type: `self`, or `cross` for keys and values of `encoder_output`.
-        set_parallel_mode: the ranks of `tp_group` share heads and projections. Without it every
-            rank has all of them.
+        set_parallel_mode: divide heads and projections among the ranks of `tp_group`; if False,
+            every rank has all of them.
         fuse_qkv_params: one parameter for queries, keys and values instead of three.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
-            key and value; without it, those of all queries, of all keys, of all values. False
-            without `fuse_qkv_params`.
+        qkv_weight_interleaved: rows of the weight are ordered by group (the rows of a group's
+            queries, key and value); if False, rows of all queries, then all keys, then all values.
+            Ignored without `fuse_qkv_params`.
         bias: learn additive biases.
         normalization: `LayerNorm` or `RMSNorm`.
-        device: of the parameters; None is cuda where there is one, else cpu.
+        device: device of the parameters; None is cuda if there is a GPU, else cpu.
         qkv_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
             `[batch, sequence, hidden_size]` or `[tokens, hidden_size]`.
         bottom_right_diagonal: see `DotProductAttention`.
-        rotary_pos_interleaved: neighbours turn together, (0, 1), (2, 3), ..., and not (0, size /
-            2), (1, size / 2 + 1), ...
+        rotary_pos_interleaved: rotate the pairs (0, 1), (2, 3), ... instead of (0, size / 2),
+            (1, size / 2 + 1), ...
         qk_norm_type: normalise the heads of queries and keys: `RMSNorm`, `LayerNorm` or
-            `L2Normalization` (to length 1, without parameters); None does not.
+            `L2Normalization` (to length 1, without parameters); None for no norm.
         qk_norm_eps: added to the mean square, variance or sum of squares of a head.
         qk_norm_before_rope: normalise before the rotation instead of after it.
         softmax_type: see `DotProductAttention`.
@@ -85,7 +85,7 @@ class MultiheadAttention(FlowModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, heads or mask types that cannot be, or that ranks cannot share.
+        ValueError: invalid sizes, heads or mask types, or heads that ranks cannot share equally.
         TypeError: unknown arguments.
 
     Example:
@@ -284,19 +284,19 @@ class MultiheadAttention(FlowModule):
         cu_seqlens_kv_padded: torch.Tensor | None = None,
         **core: Any,
     ) -> Any:
-        """Attend.
+        """Compute attention, with the projections before and after it.
 
         Args:
             hidden_states: `[sequence, batch, hidden_size]`, or as `qkv_format` says.
             attention_mask: see `DotProductAttention.forward`.
-            encoder_output: what keys and values are made of in cross attention.
+            encoder_output: input of the key and value projections in cross attention.
             attn_mask_type: overrides the constructor's.
             window_size: overrides the constructor's.
             is_first_microbatch: see `Linear.forward`.
             checkpoint_core_attention: see `DotProductAttention.forward`.
-            inference_params: see `InferenceParams`; angles start where the sequences are. Cross
-                attention caches nothing: it says where queries are. With it, cross attention takes
-                no causal mask type and no window.
+            inference_params: see `InferenceParams`; rotary angles start at the new tokens. Cross
+                attention caches nothing, and uses it only for the positions of queries; it then
+                takes no causal mask type and no window.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
             core_attention_bias_type: see `DotProductAttention.forward`.
             core_attention_bias: see `DotProductAttention.forward`.
@@ -371,15 +371,15 @@ class MultiheadAttention(FlowModule):
         """What the layer does, see `chain.flow`: from hidden states (and encoder output) to output.
 
         Args:
-            flow: runs it, or lists its stages.
-            values: hidden states; in cross attention, encoder output behind them.
-            arguments: of `forward` that differ from their defaults.
+            flow: runs the parts of the layer, or lists their stages.
+            values: hidden states, and in cross attention the encoder output.
+            arguments: arguments of `forward` that differ from their defaults.
         """
         flow.admit(is_recorded_on)
         core = dict(arguments)
         microbatch = core.pop("is_first_microbatch", None)
         mask, angles = core.pop("attention_mask", None), core.pop("rotary_pos_emb", None)
-        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
+        modules: dict[str, Any] = self._modules  # `self.q_norm` would cost a microsecond
         rotary = self._rotation.arguments(angles, core)
         if self.attention_type == "cross":
             core.pop("inference_params", None)
@@ -402,7 +402,7 @@ class MultiheadAttention(FlowModule):
     def _project(
         self, flow: Flow, values: Sequence[Any], microbatch: Any, rotary: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Query, key, value, and the norm's output or input where it is returned."""
+        """Query, key, value, and the norm's output or input if the layer returns it."""
         own, modules = self.attention_type == "self", self._modules
         normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
         module: Any = modules[normed if self.input_layernorm else plain]

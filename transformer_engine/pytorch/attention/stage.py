@@ -1,4 +1,8 @@
-"""`Attention`, the stage: the two functions of a backend, with the tensors of their call."""
+"""`Attention`: the stage of a chain that runs the two functions of a backend.
+
+The settings of a call are part of the plan, and its tensors are parameters of the stage. So equal
+calls share a plan, and may be recorded.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,14 @@ _BIAS, _SINK = CallTensors._fields.index("bias"), CallTensors._fields.index("sin
 
 
 class Options(NamedTuple):
-    """What calls of attention have in common that share a plan.
+    """What calls of attention that share a plan have in common.
 
     Attributes:
-        backend: that runs them.
-        call: without its tensors.
-        same_ends: keys and values end where queries do; queries alone bring `cu_seqlens`.
-        same_starts: the same of `cu_seqlens_padded`.
+        backend: the backend that runs the calls.
+        call: the settings of the calls, without tensors.
+        same_ends: queries and keys have the same tensor `cu_seqlens`, which is passed once, for
+            queries.
+        same_starts: the same for `cu_seqlens_padded`.
         repeatable: gradients must repeat bit for bit.
     """
 
@@ -63,8 +68,9 @@ def is_recorded_on(device: str) -> bool:
 class Attention(Stage):
     """softmax(query key^T * scale + bias) value, for each head.
 
-    It reads query, key and value in the format of the call and makes `[..., heads * size]`. The
-    parameters are `CallTensors`, and the seed of dropout. `options` of the call is an `Options`.
+    The inputs are query, key and value in the format of the call, the result is `[..., heads *
+    size]`. The parameters are the `CallTensors` and the seed of dropout. `CallPlan.options` is an
+    `Options`.
     """
 
     label = "attention"
@@ -81,9 +87,10 @@ class Attention(Stage):
         return f"{self.label}({call.shape.rule}, bias={call.bias.type}, {settings})"
 
     def describe_options(self, options: Options) -> tuple[Any, ...] | None:
-        """Of calls without tensors and without random numbers, where the backend can be recorded.
+        """See the base class; None for calls that should not become an operator of compiled code.
 
-        Other backends gain nothing: the compiler fuses what they run.
+        An operator is made of calls without further tensors and random numbers, if the backend can
+        be recorded. With other backends it would gain nothing: the compiler fuses what they run.
         """
         backend, call, *_, fixed = options
         shape, casts = call.shape, call.casts
@@ -99,7 +106,7 @@ class Attention(Stage):
     def options_in(
         self, described: tuple[Any, ...], shapes: Sequence[torch.Size], state: StateInMemory | None
     ) -> Options:
-        """The options of calls with these tokens."""
+        """The options that `describe_options` has described, for inputs of these shapes."""
         name, qkv_format, (kind, *sides), heads, sizes, scale, training, fixed, of_casts = described
         rule = MaskRule(MaskType(*kind), *sides)
         tokens = shapes_of_heads([x[:-1] for x in shapes], heads, sizes)
@@ -110,7 +117,7 @@ class Attention(Stage):
         return Options(backend, call, False, False, fixed)
 
     def prepare(self, call: CallPlan, first: int) -> _Plan:
-        """Which gradients are wanted."""
+        """Find out which gradients the backward must compute."""
         needs = NO_BACKWARD
         if call.compiling:
             # Floats may be symbols, which Dynamo must find before autograd is entered (adr/0003).
@@ -122,19 +129,20 @@ class Attention(Stage):
         return _Plan(call.options, needs, call.compiling, len(call.chain.steps) == 1)
 
     def recordable(self, plan: _Plan) -> bool:
-        """Where the backend says so; of context parallel ranks by itself alone.
+        """Whether the backend can be recorded; under context parallelism, only in its own chain.
 
-        In a layer keys are views of a projection, which torch would copy before they are sent.
+        In the chain of a layer, keys are views of a projection, and torch would copy them before
+        they are sent.
         """
         backend, call, *_ = plan.options
         return backend.recordable(call) and (plan.alone or call.context is None)
 
     def persistent_tensors(self, plan: _Plan) -> Sequence[torch.Tensor]:
-        """Those of the backend."""
+        """The persistent tensors of the backend."""
         return plan.options.backend.persistent(plan.options.call)
 
     def draw(self, plan: _Plan, device: torch.device) -> torch.Tensor | None:
-        """By the generator or tracker of the call, if the backend takes a seed."""
+        """A seed, if the backend takes one, from the call's tracker or torch's generator."""
         draw, (p, tracker, _) = plan.options.backend.draw_seed, plan.options.call.dropout
         if draw is None or p == 0.0:
             return None
@@ -146,7 +154,7 @@ class Attention(Stage):
     def forward(
         self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
-        """Attend."""
+        """Run the backend's forward."""
         backend, call, same_ends, same_starts, _ = plan.options
         tensors = CallTensors(*parameters[:-1])
         if same_ends:
@@ -157,7 +165,7 @@ class Attention(Stage):
         query, key, value = inputs
         out, saved = run_forward(backend, query, key, value, call, plan.needs)
         if not plan.compiling and out._is_view():
-            out = out.detach()  # autograd refuses to change views in place that a function made
+            out = out.detach()  # autograd refuses in-place changes of views that functions return
         if saved is None:
             return (out,), Saved(())
         return (out,), Saved((saved.log_sum_exp, *saved.tensors), saved.facts)
@@ -165,14 +173,14 @@ class Attention(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """Of query, key and value; those of bias and sink come with them."""
+        """Gradients of query, key and value; those of bias and sink go to `backward_params`."""
         backend, call, *_ = plan.options
         of_backend = SavedByBackend(saved.tensors[0], saved.tensors[1:], saved.facts)
         gradients = backend.backward(grads[0], of_backend, call, plan.needs)
         return gradients[:3], gradients[3:]
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
-        """Of bias and sink."""
+        """Gradients of bias and sink, which `backward_data` has computed."""
         found: list[torch.Tensor | None] = [None] * self.parameter_count
         found[_BIAS], found[_SINK] = carry
         return found
@@ -186,7 +194,7 @@ def run_forward(
     call: Call,
     needs: Needs,
 ) -> tuple[torch.Tensor, SavedByBackend | None]:
-    """The forward of a backend, whose random numbers come from the tracker of the call."""
+    """The forward of a backend, inside of the call's tracker if the backend draws by itself."""
     tracker = call.dropout.tracker
     if tracker is None or backend.draw_seed is not None:
         return backend.forward(query, key, value, call, needs)

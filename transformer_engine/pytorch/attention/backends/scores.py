@@ -3,8 +3,8 @@
     weights = softmax(scale * query @ key^T + bias)        over the keys that the mask lets through
     result  = dropout(weights) @ value
 
-In FP8 attention, which `unfused_fp8.py` defines, the kernel casts the dropped weights and the
-gradient of `query @ key^T`. The functions that call the kernel cast all other tensors.
+In FP8 attention, which `unfused_fp8.py` defines, the kernel casts the weights after dropout, and
+the gradient of `query @ key^T`. The functions that call the kernel cast all other tensors.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 The backward computes the weights again, with the log-sum-exp over all keys.
 
-In FP8 attention the kernel casts the same tensors as `scores.py`: the dropped weights and the
-gradient of `query @ key^T`. In the forward the weights are those of the softmax over this part's
-keys, in the backward those of the softmax over all keys.
+In FP8 attention the kernel casts the same tensors as `scores.py`: the weights after dropout, and
+the gradient of `query @ key^T`. In the forward the weights are those of the softmax over this
+part's keys, in the backward those of the softmax over all keys.
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ def _has_fast_cudnn(device: int) -> bool:
     """Whether cuDNN is the fastest kernel of torch on a GPU: on Hopper and later.
 
     torch puts cuDNN first in its order when it chooses a kernel for the first time. This function
-    makes it choose one, so that `_in_order` finds that order and restores it, and the user's own
-    calls of torch's function are as fast as before.
+    makes it choose one, so that `_in_order` finds that order and restores it for the user's own
+    calls of torch's function.
     """
     fast = bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
     if fast and choose_sdpa is not None:

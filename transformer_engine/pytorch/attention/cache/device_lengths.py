@@ -1,8 +1,8 @@
-"""Lengths of named sequences where a CUDA graph reads them: `pre_step` writes them before a replay.
+"""Lengths of named sequences in device memory, where a CUDA graph reads them.
 
-A captured step has fixed shapes: `max_batch_size` sequences, of which some may be absent, with as
-many new tokens as the captured tensors have room for, and keys of the whole cache. What of it is
-real follows from these tensors alone.
+`pre_step` writes them before each replay. A captured step has fixed shapes: `max_batch_size`
+sequences, of which some may be absent, as many new tokens as the captured tensors have room for,
+and the keys of the whole cache. Only these lengths say which sequences, tokens and keys are real.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 
 class DeviceLengths:
-    """Tensors of one step, in one piece of memory that stays where it is.
+    """The tensors of a step, views of one tensor whose address never changes.
 
     Args:
-        max_batch: sequences at a time.
-        max_pages: pages of a sequence; 0 for a cache without pages.
+        max_batch: the most sequences at a time.
+        max_pages: the most pages of a sequence; 0 for a cache without pages.
         device: of the cache.
 
     Attributes:
-        starts: int32 `[max_batch]`, tokens of each sequence before this step; 0 of absent ones.
-        new_ends: int32 `[max_batch + 1]`, ends of the new tokens of each sequence.
-        all_ends: int32 `[max_batch + 1]`, likewise of all tokens.
-        pages: int32 `[max_batch, max_pages]`, the pages of each sequence in their order, then the
-            first one of them again.
+        starts: int32 `[max_batch]`, tokens of each sequence before this step; 0 if it is absent.
+        new_ends: int32 `[max_batch + 1]`, cumulative numbers of new tokens, like `cu_seqlens`.
+        all_ends: int32 `[max_batch + 1]`, cumulative numbers of all tokens.
+        pages: int32 `[max_batch, max_pages]`, the pages of each sequence in their order; unused
+            entries repeat its first page.
     """
 
     def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
@@ -39,12 +39,12 @@ class DeviceLengths:
     def write(
         self, lengths: Sequence[int], new: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> None:
-        """Say what the next step is.
+        """Write the lengths of the next step.
 
         Args:
-            lengths: tokens of each sequence after it.
-            new: new ones among them.
-            pages: of each sequence; empty for a cache without pages.
+            lengths: tokens of each sequence after the step.
+            new: new tokens of each sequence.
+            pages: pages of each sequence; empty for a cache without pages.
         """
         absent = [0] * (self.max_batch - len(new))
         values = [length - count for length, count in zip(lengths, new, strict=True)] + absent
@@ -56,10 +56,10 @@ class DeviceLengths:
         self._memory.copy_(torch.tensor(values, dtype=torch.int32))
 
     def places(self, tokens: int, packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sequence of each token of a step, its place in it, and whether the token is real.
+        """For each token of a step: its sequence, its position there, and whether it is real.
 
         Args:
-            tokens: of each sequence, or of all where they are packed.
+            tokens: number of tokens of each sequence, or of all sequences if they are packed.
             packed: sequences follow one another without padding.
 
         Returns:

@@ -1,7 +1,8 @@
-"""Steps of generation whose place is known to the device alone.
+"""Steps of generation whose `sequence_len_offset` is a tensor on the device.
 
-Every step then has the same shapes and addresses, and the host reads nothing: all of a cache is
-attended to, what is not written yet is hidden, and a CUDA graph of one step serves all of them.
+The host never reads the offset, so every step has the same shapes and addresses. Attention takes
+the whole cache, with lengths on the device that hide what is not written yet. One CUDA graph serves
+all steps.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class FixedStep(NamedTuple):
         starts: int32 `[batch]`, tokens of each sequence before this step.
         rows: int64 `[new tokens]`, the row of each in a cache of `[max_sequence_length *
             max_batch_size, heads, size]`; the tokens are in the order of their format.
-        query_sequences: where queries are.
-        key_sequences: where keys and values are, the new ones included.
+        query_sequences: lengths of the queries.
+        key_sequences: lengths of keys and values, the new tokens included.
     """
 
     starts: torch.Tensor
@@ -46,9 +47,10 @@ class Geometry(NamedTuple):
 class FixedSteps:
     """Makes the tensors of a step once, for all layers.
 
-    A step is a new one where the offset has changed, and where someone asks for the second time: a
-    layer is part of a step once. What is made inside a capture is not used outside of it, nor the
-    other way round: a replay makes it anew.
+    A new step begins when the offset has changed, and when a layer asks a second time, because each
+    layer asks once in a step. Tensors that are made while a CUDA graph is captured are not used
+    outside of it, because replays write them; and a capture uses none from outside, because its
+    replays must compute them from the current offset.
     """
 
     def __init__(self) -> None:
@@ -60,19 +62,20 @@ class FixedSteps:
         """The step at an offset.
 
         Args:
-            who: asks; once a step.
-            offset: tokens before it: of all sequences, `[]`, or of each, `[batch]`.
+            who: identifies the caller, who asks once in a step.
+            offset: tokens before the step: `[]` for all sequences alike, or `[batch]`.
             geometry: sizes.
 
         Raises:
-            ValueError: an offset of another shape, or on a CPU one of which the step would not fit.
+            ValueError: an offset of another shape, or (checked on the CPU only) without room for
+                the step behind it.
             TypeError: an offset that is not of integers.
         """
         version = None if offset.is_inference() else offset._version
         key = (offset.data_ptr(), version, geometry, is_capturing())
         if self._step is None or key != self._key or who in self._served:
             _check(offset, geometry)
-            with outside_of_inference_mode():  # layers that train may read it, and tables stay
+            with outside_of_inference_mode():  # memoised rows may be used in training later
                 self._step, self._key = _step(offset, geometry), key
             self._served.clear()
         self._served.add(who)
@@ -103,7 +106,7 @@ def _check(offset: torch.Tensor, geometry: Geometry) -> None:
 def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
     tokens, batch, sequence_first, _, max_tokens, max_batch = geometry
     rows, ends = _at_the_beginning(geometry, offset.device)
-    # An overflow on the device overwrites the last tokens of its own sequence only.
+    # If an offset on the device is too large, its sequence overwrites its own last tokens only.
     starts = offset.clamp(0, max_tokens - tokens).to(torch.int32).expand(batch).contiguous()
     of_sequence = starts if sequence_first else starts[:, None]
     before = starts.new_zeros(batch + 1)
@@ -120,7 +123,7 @@ def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
 def _at_the_beginning(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and ends of new tokens that are the first ones."""
+    """Rows and ends of the new tokens of a step at offset 0."""
     place = torch.arange(geometry.tokens, device=device) * geometry.max_batch
     sequence = torch.arange(geometry.batch, device=device) + geometry.first_sequence
     sides = (place[:, None], sequence) if geometry.sequence_first else (sequence[:, None], place)

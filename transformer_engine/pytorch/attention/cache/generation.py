@@ -1,4 +1,4 @@
-"""A step with a cache: what attention is given instead of the keys and values of new tokens."""
+"""A step of generation: caches new keys and values, and gives attention those of all tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def check_params(params: object, layer_number: int | None, layer: Any) -> None:
-    """TypeError for anything but this package's class, ValueError for another layer's cache."""
+    """Raise TypeError unless `params` is an `InferenceParams`, ValueError for another's cache."""
     if not isinstance(params, InferenceParams):
         raise TypeError(
             "[DotProductAttention] expected inference_params of InferenceParams, got"
@@ -32,12 +32,12 @@ def check_params(params: object, layer_number: int | None, layer: Any) -> None:
 
 
 def check_cross(core: Any, mask_type: str | None, window: Window | None) -> None:
-    """ValueError if the mask of cross attention in a step depends on the places of its queries.
+    """Raise ValueError if the mask of cross attention depends on the positions of queries.
 
     Args:
         core: the `DotProductAttention`.
-        mask_type: overrides its own, unless it is None.
-        window: likewise.
+        mask_type: of the call; None for that of `core`.
+        window: of the call; None for that of `core`.
     """
     mask_type = core.attn_mask_type if mask_type is None else mask_type
     window = core.window_size if window is None else as_window(window)
@@ -57,12 +57,13 @@ def with_cache(
     """Cache the new keys and values; queries then see those of all tokens up to their own.
 
     Returns:
-        Query, key and value, the arguments, and the step of named sequences.
+        Query, key and value, and the arguments, as attention takes them. For named sequences also
+        the step, which brings the result back to the format of the queries.
     """
     query, key, value = tensors
     asked, new = own.mask_type, (layer_number, key, value)
     mask_type = bottom_right(asked)
-    own = own._replace(mask_type=mask_type, bottom_right=True)  # windows too: queries are the last
+    own = own._replace(mask_type=mask_type, bottom_right=True)  # queries are the last tokens
     any_window = own.window not in (None, NO_WINDOW)
     if params.kind == "appended":
         key, value = params.append(*new, own.qkv_format)
@@ -75,7 +76,7 @@ def with_cache(
                 f" is a tensor, got {asked!r}"
             )
         key, value, step = params.append_there(*new, own.qkv_format)
-        # One query is the last: it sees all there is.
+        # A single query is the last token, and a causal mask hides nothing from it.
         causal = hides.causal and (any_window or step.query_sequences.longest != 1)
         mask_type = "padding_causal_bottom_right" if causal else "padding"
         own = own._replace(
@@ -97,10 +98,11 @@ def with_cache(
 
 
 class CachedStep:
-    """Keeps the new keys and values, and brings queries and the result to the cache's format.
+    """A step of named sequences: caches the new keys and values, and converts formats.
 
-    `qkv_format` is that of queries, keys, values and the result; `pre_step` was called before.
-    `kind` is `named`, or `fixed` where the lengths are on the device.
+    `qkv_format` is the format of queries, keys, values and the result; attention runs in `bshd`,
+    the format of the cache. `pre_step` must have been called. `kind` is `named`, or `fixed` if the
+    lengths are read on the device.
     """
 
     def __init__(

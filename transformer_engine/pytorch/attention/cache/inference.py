@@ -1,22 +1,22 @@
-"""KV cache for generation: keys and values of earlier tokens are kept instead of computed anew.
+"""KV cache for generation: keys and values of earlier tokens are kept, not computed again.
 
-Two forms. The plain one keeps `[max_sequence_length, max_batch_size, heads, size]` per layer, and
-the caller moves `sequence_len_offset` on after each step of the whole model:
+It has two forms. The plain form keeps `[max_sequence_length, max_batch_size, heads, size]` for each
+layer, and the caller advances `sequence_len_offset` after each step of the whole model:
 
     params = InferenceParams(max_batch_size, max_sequence_length)
     logits = model(prompt, inference_params=params)
     params.sequence_len_offset += prompt.shape[0]
 
-With an offset that is a tensor on the device no shape depends on it, and a CUDA graph can hold a
-step (`fixed_steps.py`):
+If the offset is a tensor on the device, no shape depends on it, and a step can be captured into a
+CUDA graph (`fixed_steps.py`):
 
     params.sequence_len_offset = torch.tensor(params.sequence_len_offset, device="cuda")
     with torch.cuda.graph(graph):
         logits = model(token, inference_params=params)
         params.sequence_len_offset += 1
 
-The other names the sequences of each step, which may differ in length, end and join at any time;
-it has a cache manager (see `kv_cache.py`), and `pre_step` is called before each step of the model:
+The other form names the sequences of each step, which may differ in length, end and join at any
+time. A cache manager (`kv_cache.py`) keeps them; call `pre_step` before each step of the model:
 
     params = InferenceParams(8, 1024, num_heads_kv=16, head_dim_k=64, dtype=torch.bfloat16)
     params.pre_step(OrderedDict({sequence: new_tokens, ...}))
@@ -58,29 +58,29 @@ from transformer_engine.pytorch.module.arguments import check_dtypes, check_size
 
 
 class InferenceParams:
-    """Where generation is, and the keys and values so far.
+    """The state of generation: positions of sequences, and keys and values of earlier tokens.
 
     Args:
-        max_batch_size: sequences at a time.
-        max_sequence_length: tokens of a sequence, prompt included.
+        max_batch_size: the most sequences at a time.
+        max_sequence_length: the most tokens of a sequence, prompt included.
         num_heads_kv: key heads of a layer. This and the next two choose the form with `pre_step`.
         head_dim_k: size of a key.
         dtype: of the cache: fp32, fp16 or bf16.
         head_dim_v: size of a value; None for that of a key.
-        is_paged: keep the cache in pages that sequences take as they grow.
+        is_paged: divide the cache into pages, which sequences take as they grow.
         total_num_pages: pages of a layer.
         page_size: tokens of a page; divides `max_sequence_length`.
-        max_ctx_len: longest step; needed with `thd`.
+        max_ctx_len: the most new tokens of a sequence in a step; required for `thd`.
         qkv_format: of queries, keys and values of a step: `sbhd`, `bshd` or `thd`.
         custom_cache_manager: used instead of a manager of this package.
 
     Attributes:
-        sequence_len_offset: tokens in the cache (plain form); moved on by the caller. An int, or a
-            tensor of int32 or int64, `[]` or `[batch]` (sequences of unequal length), where the
-            layers are: then the host never knows it. A step attends to the whole cache, less what
-            is not written; masks are `causal` or `no_mask`. On a GPU nobody checks it: tokens
-            beyond `max_sequence_length` write over the last ones.
-        batch_size_offset: first sequence of the batch at hand (plain form).
+        sequence_len_offset: tokens in the cache (plain form), which the caller advances. An int, or
+            a tensor of int32 or int64, `[]` or `[batch]` (sequences of unequal length), on the
+            device of the layers. The host never reads such a tensor: a step takes the whole cache
+            and hides what is not written; masks are `causal` or `no_mask`. On a GPU it is not
+            checked: tokens beyond `max_sequence_length` overwrite the last ones.
+        batch_size_offset: first sequence of the current batch (plain form).
         key_value_memory_dict: `{layer_number: (keys, values)}` (plain form).
 
     Raises:
@@ -161,12 +161,12 @@ class InferenceParams:
     def append(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the keys and values of new tokens; all so far come back, in the same format.
+        """Cache the keys and values of new tokens; return those of all tokens in the same format.
 
         Args:
-            layer_number: whose cache.
+            layer_number: number of the layer.
             key: `[sequence, batch, heads, size]`, or batch first in `bshd`.
-            value: likewise.
+            value: as `key`.
             qkv_format: `sbhd` or `bshd`.
 
         Raises:
@@ -210,13 +210,13 @@ class InferenceParams:
     def append_there(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor, FixedStep]:
-        """The same at an offset on the device: the whole cache comes back, and what is real of it.
+        """`append` for an offset on the device: returns the whole cache, and lengths in a step.
 
         Args:
-            layer_number: whose cache.
+            layer_number: see `append`.
             key: see `append`.
-            value: likewise.
-            qkv_format: likewise.
+            value: see `append`.
+            qkv_format: see `append`.
         """
         step = self._fixed_step(("keys", layer_number), key, qkv_format)
         caches = self._plain_caches(layer_number, key, value)
@@ -261,11 +261,11 @@ class InferenceParams:
         """Reorder the batch of every cache: sequence i becomes what `batch_indices[i]` was.
 
         Args:
-            batch_indices: of as many sequences as go on, `max_batch_size` at most.
+            batch_indices: one old index for each sequence that goes on, at most `max_batch_size`.
 
         Raises:
-            ValueError: nothing is cached yet, or more sequences than there is room for; indices
-                on the CPU of none of them.
+            ValueError: nothing is cached yet; more sequences than there is room for; indices out
+                of range, which is checked on the CPU only.
             TypeError: indices that are no integers.
         """
         if not self.key_value_memory_dict:
@@ -275,7 +275,7 @@ class InferenceParams:
     # ---- Either form ----
 
     def claim(self, layer_number: int | None, layer: Any) -> None:
-        """Say which layer uses the cache of a number, see `Owners`."""
+        """Register the layer that uses the cache of a number, see `Owners`."""
         if self.cache_manager is not None:
             before = sum(self.cache_manager.lengths.values()) - sum(self.cache_manager.new)
         else:
@@ -292,13 +292,13 @@ class InferenceParams:
         """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`.
 
         Args:
-            angles: of queries and of keys.
-            query: in `qkv_format`.
-            qkv_format: of the step.
-            who: asks; once a step.
+            angles: angles of queries and of keys.
+            query: queries in `qkv_format`.
+            qkv_format: format of the step.
+            who: identifies the caller, who asks once in a step.
 
         Raises:
-            ValueError: fewer angles than positions, or offsets below 0, where the host knows these.
+            ValueError: fewer angles than positions, or offsets below 0, if the host knows them.
         """
         if self.cache_manager is not None:
             return angles, *self.cache_manager.positions(angles, query, qkv_format)
@@ -317,9 +317,9 @@ class InferenceParams:
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Say which sequences the next step of the model has, and how many new tokens of each.
 
-        Sequences that are not named have ended, and leave room; new ones start. One with 0 new
-        tokens waits for a later step. The batch of the step is: those that are in the cache, in
-        the order they had, then the new ones.
+        Sequences that are not named have ended, and free their memory; new names start sequences. A
+        sequence with 0 new tokens waits for a later step. The batch of the step consists of the
+        sequences in the cache, in the same order as before, and the new ones after them.
 
         Raises:
             ValueError: more sequences or tokens than there is room for.
@@ -341,16 +341,16 @@ class InferenceParams:
         self._manager.pre_step(counts)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Allocate the cache of a layer now instead of at its first step."""
+        """Allocate the cache of a layer now instead of in its first step."""
         self._manager.allocate_memory(layer_number)
 
     def reset(self) -> None:
-        """Forget all tokens; memory stays, also that of an offset on the device."""
+        """Forget all tokens; caches, and an offset on the device, keep their memory."""
         self.batch_size_offset = 0
         if self.kind == "fixed":
             self.sequence_len_offset.zero_()
             for cache in chain(*self.key_value_memory_dict.values()):
-                cache.zero_()  # steps read all of it, and NaN times 0 is NaN
+                cache.zero_()  # steps multiply hidden values by 0, and NaN times 0 is NaN
         else:
             self.sequence_len_offset = 0
         if self.cache_manager is not None:
@@ -366,7 +366,7 @@ class InferenceParams:
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
     ) -> Step:
-        """Keep the keys and values of a layer's new tokens, see `kv_cache.Step`."""
+        """Cache the keys and values of a layer's new tokens, see `kv_cache.Step`."""
         return self._manager.step(layer_number, new_k, new_v, qkv_format)
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -384,7 +384,7 @@ class InferenceParams:
 
 
 def _in_format(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """Sequence first, as caches are, or batch first."""
+    """Convert between a format and that of caches, in both directions: `[sequence, batch, ...]`."""
     return x.transpose(0, 1) if qkv_format == "bshd" else x
 
 

@@ -1,9 +1,10 @@
 """What cache managers share: the lengths of named sequences, and the keys and values of a step.
 
-A manager knows the sequences of the step at hand and their lengths, on the host; a layer's cache is
-rows of `[heads, size]`, one per token. Managers differ only in which row a token has. A step that a
-CUDA graph holds finds the lengths on the device, see `device_lengths.py`. Programs see the rows of
-places of the batch, or of pages, in `cache`.
+A manager knows, on the host, the sequences of the current step and their lengths. The cache of a
+layer is a table with a row of `[heads, size]` for each token; managers differ in which row a token
+has. The batch has slots, numbered from 0, and each sequence has one of them. In a CUDA graph the
+lengths are read on the device, see `device_lengths.py`. Programs see the tables in `cache`, divided
+into slots or pages.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Step(NamedTuple):
     """What attention needs of a step.
 
     Attributes:
-        keys: `[batch, longest, heads, size]`, all tokens so far.
-        values: likewise.
-        cu_seqlens_q: int32 `[max_batch + 1]`, ends of the new tokens of each sequence; sequences
-            that are not there have none.
-        cu_seqlens_kv: likewise of all tokens.
+        keys: `[batch, longest, heads, size]`, keys of all tokens so far.
+        values: values, in the same form.
+        cu_seqlens_q: int32 `[max_batch + 1]`, ends of the new tokens of each sequence, after a 0;
+            absent sequences have no tokens.
+        cu_seqlens_kv: the same for all tokens of each sequence.
         max_seqlen_kv: tokens of the longest sequence.
-        qkv_format: of queries and of keys, as `bshd_2bshd`.
+        qkv_format: formats of queries and of keys, such as `bshd_2bshd`.
     """
 
     keys: torch.Tensor
@@ -49,14 +50,14 @@ class Step(NamedTuple):
 
 
 class KVCacheManager:
-    """Base of cache managers; `row` and `sizes_of_layer` are what they differ in.
+    """Base of cache managers, which define `sizes_of_layer`, `row`, `rows_of` and `make_room`.
 
     Args:
-        max_batch_size: sequences at a time.
-        max_seqlen: tokens of a sequence.
+        max_batch_size: the most sequences at a time.
+        max_seqlen: the most tokens of a sequence.
         num_heads: key heads.
         head_dim_k: size of a key.
-        dtype: of the cache.
+        dtype: dtype of the cache.
         head_dim_v: size of a value; None for that of a key.
     """
 
@@ -74,10 +75,10 @@ class KVCacheManager:
         self.num_heads = num_heads
         self.sizes = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
         self.dtype = dtype
-        self.pages: list[list[int]] = []  # of each place of the batch, if there are pages
-        self.lengths: dict[Any, int] = {}  # of each sequence after this step, in batch order
-        self.new: list[int] = []  # tokens of this step, likewise
-        self._of_step: dict[Any, torch.Tensor] = {}  # made once a step, shared by all layers
+        self.pages: list[list[int]] = []  # pages of each slot, if the cache has pages
+        self.lengths: dict[Any, int] = {}  # tokens of each sequence after this step, by slot
+        self.new: list[int] = []  # new tokens of each slot in this step
+        self._of_step: dict[Any, torch.Tensor] = {}  # made once in a step, shared by all layers
         self._lengths: DeviceLengths | None = None
         self._with_spare_row: dict[int, Caches] = {}
 
@@ -88,38 +89,38 @@ class KVCacheManager:
 
     @cache.setter
     def cache(self, caches: Mapping[int, Caches]) -> None:
-        """Copy them into the memory of the layers that they name."""
+        """Copy `caches` into the memory of the layers; see `LayerCaches`."""
         if not isinstance(caches, LayerCaches) or caches.memory is not self._with_spare_row:
             self.cache.update(caches)
 
     @property
     def pages_of_sequence(self) -> int:
-        """Pages that a sequence may have; 0 for a cache without pages."""
+        """The most pages of a sequence; 0 for a cache without pages."""
         return 0
 
     def sizes_of_layer(self) -> tuple[int, int]:
-        """Dimensions 0 and 1 of a layer's cache: places of the batch, or pages, and their rows."""
+        """Dimensions 0 and 1 of a layer's cache: slots or pages, and the rows of each."""
         raise NotImplementedError(
             f"[InferenceParams] expected {type(self).__name__} to have sizes_of_layer(), which"
             " returns (places of the batch, or pages; tokens of each)"
         )
 
     def row(self, slot: int, token: int) -> int:
-        """The row of a token of the sequence at this place of the batch."""
+        """The row of a token of the sequence in this slot."""
         raise NotImplementedError
 
     def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """`row` of many tokens, from tensors that a CUDA graph may read."""
+        """`row` for many tokens, computed on the device, as a CUDA graph needs it."""
         raise NotImplementedError(
             f"[InferenceParams] expected {type(self).__name__} to have rows_of(slot, token), which"
             " CUDA graphs and padded batches need"
         )
 
     def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
-        """The batch now consists of the old slots `kept_slots`, then new sequences.
+        """Prepare the cache for a batch of the old slots `kept_slots`, then new sequences.
 
-        Rows of sequences that ended become zeros: attention may multiply what is masked by 0, and
-        NaN times 0 is NaN.
+        Rows of sequences that have ended are set to zero, because attention may multiply masked
+        values by 0, and NaN times 0 is NaN.
         """
         raise NotImplementedError
 
@@ -127,13 +128,13 @@ class KVCacheManager:
         """Allocate a layer's cache, once.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured, whose replays would empty it.
+            RuntimeError: a CUDA graph is being captured, whose replays would clear the cache.
         """
         if layer_number in self._with_spare_row:
             return
         refuse_new_cache(layer_number)
         device = default_device(None) if device is None else device
-        # One row more than there are: padding of captured steps is written there.
+        # One more row than the cache has: captured steps write their padding there.
         sizes = self.sizes_of_layer()
         rows = sizes[0] * sizes[1] + 1
         with outside_of_inference_mode():
@@ -182,7 +183,7 @@ class KVCacheManager:
         self._write_lengths()
 
     def _once(self, what: Any, device: torch.device, make: Callable[[], list[int]]) -> torch.Tensor:
-        """A list of this step as an int64 tensor."""
+        """The list that `make` returns as an int64 tensor, made once in a step."""
         key = (what, device)
         if key not in self._of_step:
             self._of_step[key] = torch.tensor(make(), dtype=torch.int64, device=device)
@@ -201,7 +202,7 @@ class KVCacheManager:
     def positions(
         self, angles: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the new tokens of each sequence start in it, and where they end in a packed step.
+        """Position of each sequence's first new token, and ends of new tokens in a packed step.
 
         Raises:
             ValueError: fewer rotary angles than positions.
@@ -223,12 +224,12 @@ class KVCacheManager:
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
     ) -> Step:
-        """Keep the keys and values of new tokens.
+        """Cache the keys and values of new tokens.
 
         Args:
-            layer_number: whose cache.
-            new_k: of each sequence's new tokens, in `qkv_format`; padded to the longest unless thd.
-            new_v: likewise.
+            layer_number: number of the layer.
+            new_k: keys of the new tokens in `qkv_format`; unless thd, padded to the longest.
+            new_v: values, in the same form.
             qkv_format: `sbhd`, `bshd` or `thd`.
 
         Raises:
@@ -253,10 +254,10 @@ class KVCacheManager:
     def is_fixed(self, x: torch.Tensor, qkv_format: str) -> bool:
         """Whether the lengths of a step with these new tokens are read from `device_lengths`.
 
-        That is in a CUDA graph and in what warms it up, and where absent sequences are padding.
+        They are in a CUDA graph and its warm-up, and in batches padded with absent sequences.
 
         Raises:
-            ValueError: another number of sequences than that of the step, or the most there are.
+            ValueError: a number of sequences that is neither that of the step nor the maximum.
         """
         sequences = len(self.new)
         if qkv_format != "thd":
@@ -271,7 +272,7 @@ class KVCacheManager:
         return fixed
 
     def device_lengths(self, device: torch.device) -> DeviceLengths:
-        """The lengths of this step where a CUDA graph reads them; made once."""
+        """The lengths of this step on the device, in tensors that are made once."""
         if self._lengths is None:
             if is_capturing():
                 raise RuntimeError(
@@ -290,7 +291,7 @@ class KVCacheManager:
     def _fixed_step(
         self, layer_number: int, new: tuple[torch.Tensor, torch.Tensor], qkv_format: str
     ) -> Step:
-        """See `step`; padding is written to the spare row."""
+        """`step` with lengths on the device; padding is written to the spare row."""
         packed = qkv_format == "thd"
         new_k, new_v = (x.transpose(0, 1) if qkv_format == "sbhd" else x for x in new)
         lengths = self.device_lengths(new_k.device)
@@ -332,7 +333,7 @@ class KVCacheManager:
         )
 
     def new_ends(self, device: torch.device) -> torch.Tensor:
-        """int32 `[batch + 1]`, ends of the new tokens of each sequence, packed."""
+        """int32 `[batch + 1]`, ends of each sequence's new tokens in a packed step, after a 0."""
         return self._ends("new", self.new, device)[: len(self.new) + 1]
 
     def _rows(self, device: torch.device) -> torch.Tensor:
@@ -363,7 +364,7 @@ class KVCacheManager:
 
 
 def check_angles(angles: tuple[torch.Tensor, torch.Tensor], longest: int, which: str) -> None:
-    """ValueError for fewer rotary angles than positions."""
+    """Raise ValueError if there are fewer rotary angles than positions."""
     if min(one.shape[0] for one in angles) < longest:
         raise ValueError(
             f"[InferenceParams] expected rotary_pos_emb of at least {longest} positions, {which},"
@@ -372,7 +373,7 @@ def check_angles(angles: tuple[torch.Tensor, torch.Tensor], longest: int, which:
 
 
 def _in_graph() -> bool:
-    """Whether a CUDA graph is captured, or warmed up."""
+    """Whether a CUDA graph is being captured, or a warm-up for one runs."""
     return is_capturing() or autocast_stack().warms_up
 
 

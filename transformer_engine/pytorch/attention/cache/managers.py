@@ -1,4 +1,7 @@
-"""Cache managers: they differ in the rows that the tokens of a sequence have."""
+"""The two cache managers of this package: with a fixed room for each sequence, and with pages.
+
+They differ in the row of the cache that a token has; see `kv_cache.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ from transformer_engine.pytorch.attention.cache.kv_cache import KVCacheManager
 
 
 class NonPagedKVCacheManager(KVCacheManager):
-    """Every place of the batch has `max_seqlen` rows; when sequences end, later ones move up."""
+    """Every slot has `max_seqlen` rows; when sequences end, later ones move to lower slots."""
 
     def sizes_of_layer(self) -> tuple[int, int]:
-        """Tokens of places."""
+        """The number of slots, and the tokens of each."""
         return self.max_batch_size, self.max_seqlen
 
     def row(self, slot: int, token: int) -> int:
-        """Places follow one another."""
+        """See the base class; slots follow one another."""
         return slot * self.max_seqlen + token
 
     def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Likewise."""
+        """See the base class."""
         return slot * self.max_seqlen + token
 
     def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
-        """Move the sequences that go on together."""
+        """Move the sequences that go on to the first slots, and clear those behind them."""
         count, before = len(kept_slots), len(self.lengths)
         if count == before:
             return
@@ -37,13 +40,13 @@ class NonPagedKVCacheManager(KVCacheManager):
             slots[count:before] = 0
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views: the rows of a sequence lie together."""
+        """See the base class; these are views, because the rows of a sequence are contiguous."""
         batch = len(self.lengths)
         keys, values = self.whole(layer_number)
         return keys[:batch, :longest], values[:batch, :longest]
 
     def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Likewise."""
+        """See the base class; these are views, too."""
         return self.cache[layer_number]
 
 
@@ -53,7 +56,7 @@ class PagedKVCacheManager(KVCacheManager):
     Args:
         sizes: see `KVCacheManager`.
         page_size: rows of a page; divides `max_seqlen`.
-        total_num_pages: pages of a layer; None for enough for every sequence.
+        total_num_pages: pages of a layer; None for as many as full sequences in all slots need.
     """
 
     def __init__(
@@ -72,21 +75,21 @@ class PagedKVCacheManager(KVCacheManager):
 
     @property
     def pages_of_sequence(self) -> int:
-        """As many as the longest sequence fills."""
+        """The pages that a sequence of `max_seqlen` tokens fills."""
         return self.max_seqlen // self.page_size
 
     def sizes_of_layer(self) -> tuple[int, int]:
-        """Tokens of pages."""
+        """The number of pages, and the tokens of each."""
         return self.total_num_pages, self.page_size
 
     def row(self, slot: int, token: int) -> int:
-        """Tokens past a sequence's last page, which are masked, have a row of its first one."""
+        """See the base class. Tokens past the last page are masked: they get rows of the first."""
         page = token // self.page_size
         pages = self.pages[slot]
         return pages[page if page < len(pages) else 0] * self.page_size + token % self.page_size
 
     def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Likewise."""
+        """See the base class."""
         pages = self.device_lengths(token.device).pages
         page = (token // self.page_size).clamp(max=pages.shape[1] - 1)
         return pages[slot, page] * self.page_size + token % self.page_size

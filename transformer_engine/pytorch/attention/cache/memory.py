@@ -1,6 +1,7 @@
-"""Caches of layers, and their memory.
+"""Memory of the caches of layers.
 
-They are `[max_sequence_length, max_batch_size, heads, size]`, but for those of cache managers.
+In the plain form of `InferenceParams` a cache is `[max_sequence_length, max_batch_size, heads,
+size]`; in the form with a cache manager it is a `LayerCaches`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerCaches(MutableMapping[int, Caches]):
-    """Keys and values of layers of a cache manager, by layer number: views of their memory.
+    """The keys and values of a cache manager by layer number, as views of the layers' memory.
 
-    What a program puts in their place, as beam search does with sequences in another order, is
-    copied into their memory, where steps and CUDA graphs find it.
+    If a program assigns other tensors to a layer, as beam search does to reorder sequences, they
+    are copied into the layer's memory, where steps and CUDA graphs find them.
 
     Args:
-        memory: of each layer, rows of `[heads, size]`; views leave out the last one.
+        memory: keys and values of each layer, as rows of `[heads, size]`. The last row is spare,
+            and not part of the views.
         sizes: returns dimensions 0 and 1 of the views.
     """
 
@@ -40,7 +42,7 @@ class LayerCaches(MutableMapping[int, Caches]):
             return keys[:-1].unflatten(0, sizes), values[:-1].unflatten(0, sizes)
 
     def __setitem__(self, layer_number: int, caches: Caches) -> None:
-        """A layer that has no memory yet gets these, and a row of zeros, as its memory.
+        """Copy keys and values into the memory of a layer, which is made if there is none yet.
 
         Raises:
             ValueError: other shapes.
@@ -78,7 +80,7 @@ class LayerCaches(MutableMapping[int, Caches]):
 def _check_shapes(
     layer_number: int, sizes: tuple[int, int], own: Caches | None, pair: Sequence[Any]
 ) -> None:
-    """ValueError unless these are keys and values of a layer with this memory, or with none yet."""
+    """Raise ValueError unless `pair` fits the layer's memory `own`, or could become its memory."""
     any_end = ("heads", "size")
     expected = [
         (*sizes, *end) for end in ([one.shape[1:] for one in own] if own else [any_end] * 2)
@@ -95,12 +97,12 @@ def _check_shapes(
 
 
 def outside_of_inference_mode() -> AbstractContextManager[Any]:
-    """What is made here can be written with and without `torch.inference_mode`."""
+    """A context whose tensors can be written with and without `torch.inference_mode`."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def refuse_new_cache(layer_number: int | None) -> None:
-    """RuntimeError where a CUDA graph is captured: its replays would empty a cache made in it."""
+    """Raise RuntimeError in the capture of a CUDA graph: replays would clear a cache made there."""
     if is_capturing():
         raise RuntimeError(
             "[InferenceParams] expected a cache of layer number"
@@ -116,14 +118,14 @@ def plain_caches(
     value: torch.Tensor,
     sizes: tuple[int, int],
 ) -> Caches:
-    """Caches of a layer, made at its first step.
+    """The caches of a layer, which are made in its first step.
 
     Args:
-        memory: of all layers.
-        layer_number: whose.
-        key: sequence first; with the heads, the size and the dtype of the cache.
-        value: likewise.
-        sizes: tokens and sequences.
+        memory: caches of all layers.
+        layer_number: number of the layer.
+        key: `[sequence, batch, heads, size]`, in the dtype of the cache.
+        value: as `key`.
+        sizes: the most tokens and the most sequences.
 
     Raises:
         ValueError: other heads, sizes or dtypes than those of the cache.
@@ -149,10 +151,10 @@ def plain_caches(
 
 
 def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
-    """Sequence i becomes what `batch_indices[i]` was, where it is; further ones stay.
+    """In place, sequence i becomes what `batch_indices[i]` was; sequences without an index stay.
 
     Raises:
-        ValueError: more sequences than there is room for; indices of none of them.
+        ValueError: more sequences than there is room for; indices out of range.
         TypeError: indices that are no integers.
     """
     index = batch_indices

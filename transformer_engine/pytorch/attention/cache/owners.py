@@ -1,4 +1,4 @@
-"""Which layer uses the cache of each layer number."""
+"""Which layer uses the cache of each layer number: two layers of a number would share tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Owners:
         self._layers: dict[int | None, tuple[weakref.ref[Any], str]] = {}
 
     def claim(self, number: int | None, layer: Any, tokens: int) -> None:
-        """Say which layer uses the cache of a number; a first step may give it to another one.
+        """Register the layer that uses the cache of a number; an empty cache may change its owner.
 
         Args:
-            number: of the layer.
+            number: layer number.
             layer: module with a `name`.
-            tokens: in the cache.
+            tokens: number of tokens in the cache.
 
         Raises:
-            ValueError: another layer's tokens are there.
+            ValueError: the cache has tokens of another layer.
         """
         own = weakref.ref(layer), layer.name
         owner, name = self._layers.setdefault(number, own)

@@ -68,7 +68,7 @@ class Lengths(NamedTuple):
         return max(1, min(sequence, chunk * ((range[1] - range[0]) // UNIT)))
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of each token's sequence, and its place among that sequence's tokens here."""
+        """For each thd token in memory: its sequence, and its place among the sequence's tokens."""
         assert self.starts is not None
         token = torch.arange(self.tokens, device=self.starts.device)
         sequence = (torch.searchsorted(self.starts, token, right=True) - 1).clamp_(min=0)

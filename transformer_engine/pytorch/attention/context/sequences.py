@@ -95,8 +95,8 @@ def gather_sequence(
     The gradient is summed over the ranks, because the loss of the group is the sum of their losses.
 
     Ranks compare their arguments only before the first call of each shape, dtype, dimension and
-    number of sequences. If they differ in a later call, ranks wait for each other without end, or
-    get tokens in a wrong order.
+    number of sequences. If they differ in a later call, ranks wait for each other, or get tokens in
+    a wrong order.
 
     Args:
         x: tokens of this rank.

@@ -1,8 +1,8 @@
 """`Call`: the settings and tensors of a call of attention, in a form that all backends take.
 
-A `Call` is made once for the arguments of `forward` and the settings of the module. What depends on
-shapes alone is in its `CallShape`, which equal calls share, so that plans and choices of backends
-can be looked up by it. `Call.settings` returns a call without tensors, which a backward can keep.
+Each forward makes a `Call` from its arguments and the settings of the module. Formats, sizes and
+the mask are in a `CallShape`, which equal calls share, so that plans and choices of backends can be
+looked up by it. `Call.settings` returns a call without tensors, which a backward can keep.
 """
 
 from __future__ import annotations

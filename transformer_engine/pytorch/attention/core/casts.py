@@ -308,7 +308,7 @@ def described_casts(description: Sequence[Any], state: StateInMemory) -> Casts:
 def _states(
     module: ScaledModule, counts: bool, device: torch.device
 ) -> tuple[ScalingState, ScalingState]:
-    """The forward and backward states of the module, in the size that the open recipe needs."""
+    """The forward and backward states of the module, made to fit the recipe of the open scope."""
     scope = autocast_stack().scope
     recipe: Any = scope.recipe
     forward, backward, moved = states_of(module, recipe, device, scope.leaves_amaxes(counts))

@@ -175,7 +175,7 @@ class Padding:
     def shift(self) -> torch.Tensor | None:
         """For each sequence, the position of its last real key minus that of its last real query.
 
-        `[batch, 1, 1, 1]`; None if queries and keys have the same padding.
+        `[batch, 1, 1, 1]`; None if queries and keys share one mask, so that all are zero.
         """
         return None if self.queries is self.keys else _end(self.keys) - _end(self.queries)
 
