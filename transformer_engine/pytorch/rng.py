@@ -48,7 +48,7 @@ def set_all_rng_states(states: Mapping[str, State]) -> None:
     """Set the states of all trackers that have one of these names.
 
     Args:
-        states: as `get_all_rng_states` gives them.
+        states: as `get_all_rng_states` returns them.
     """
     for tracker in list(process_state().rng_trackers):
         own = {name: states.get(name, state) for name, state in tracker.get_states().items()}

@@ -64,10 +64,10 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:
-        num_attention_heads: query heads.
+        num_attention_heads: number of query heads.
         kv_channels: size of a head; a pair gives keys and values sizes of their own.
-        num_gqa_groups: key and value heads; each serves `num_attention_heads / num_gqa_groups`
-            query heads. None for as many as query heads.
+        num_gqa_groups: number of key and value heads; each of them serves `num_attention_heads /
+            num_gqa_groups` query heads. None for as many as query heads.
         attention_dropout: probability of dropping an attention weight in training.
         qkv_format: `sbhd` is `[sequence, batch, heads, size]`, `bshd` is `[batch, sequence, heads,
             size]`, and `thd` is `[tokens, heads, size]`: sequences one after the other, which end
@@ -220,8 +220,8 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
                 pair of them for queries and keys; for `arbitrary` any shape that broadcasts to
                 `[batch, heads, queries, keys]`. Other types ignore it.
             qkv_format: overrides the constructor's.
-            cu_seqlens_q: int32 `[batch + 1]`, ends of the query sequences, after a 0. Required for
-                `thd`; padding types with other formats take it instead of a mask.
+            cu_seqlens_q: int32 `[batch + 1]`, ends of the query sequences, after a 0; for `thd`,
+                and for padding types with other formats instead of a mask.
             cu_seqlens_kv: the same for keys and values.
             max_seqlen_q: longest query sequence of `thd`; without it the host waits for the GPU.
             max_seqlen_kv: the same for keys and values.

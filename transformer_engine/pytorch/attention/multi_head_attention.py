@@ -36,7 +36,7 @@ class MultiheadAttention(FlowModule):
 
     Args:
         hidden_size: size of each input and output sample.
-        num_attention_heads: query heads.
+        num_attention_heads: number of query heads.
         kv_channels: size of a head; None is `hidden_size / num_attention_heads`.
         attention_dropout: probability of dropping an attention weight in training.
         layernorm_epsilon: added to the variance.
@@ -48,7 +48,7 @@ class MultiheadAttention(FlowModule):
         tp_group: tensor parallel group; None if `set_tensor_parallel_group` will give it before the
             first forward.
         tp_size: number of ranks in `tp_group`.
-        num_gqa_groups: key and value heads; None for as many as query heads.
+        num_gqa_groups: number of key and value heads; None for as many as query heads.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
             `fuse_qkv_params`.
         get_rng_state_tracker: returns the tracker of initialisation and dropout.

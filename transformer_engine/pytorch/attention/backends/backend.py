@@ -35,7 +35,7 @@ class Problem(NamedTuple):
         key_size: size of a head of queries and keys.
         value_size: size of a head of values.
         bias_type: one of `BIAS_TYPES`.
-        bias_shape: of a bias tensor.
+        bias_shape: shape of a bias tensor.
         bias_grad: the bias needs a gradient.
         bias_mixed: the bias has another dtype than queries.
         given_slopes: the user has given slopes for ALiBi.
@@ -136,7 +136,7 @@ class Needs(NamedTuple):
 
     @property
     def weights(self) -> bool:
-        """Whether any of them needs the gradient of the attention weights."""
+        """Whether any of these gradients is computed from that of the attention weights."""
         return self.query or self.key or self.bias or self.sink
 
     def pick(self, *gradients: torch.Tensor | None) -> Gradients:

@@ -282,19 +282,19 @@ def attention_backends(
     called, are read at the time of this call.
 
     Args:
-        num_attention_heads: query heads.
+        num_attention_heads: number of query heads.
         kv_channels: size of a head; a pair for keys and values of their own sizes.
-        num_gqa_groups: key and value heads; None for as many as query heads.
+        num_gqa_groups: number of key and value heads; None for as many as query heads.
         attention_dropout: probability of dropping an attention weight.
         qkv_format: `sbhd`, `bshd` or `thd`.
         attn_mask_type: see `DotProductAttention`.
         window_size: `(left, right)`.
-        bottom_right_diagonal: alignment of windows whose type is not causal.
+        bottom_right_diagonal: align windows of non-causal mask types bottom-right; None is True.
         softmax_type: `vanilla`, `off-by-one` or `learnable`.
         core_attention_bias_type: `no_bias`, `pre_scale_bias`, `post_scale_bias` or `alibi`.
-        core_attention_bias_shape: of the bias; None is `[1, heads, queries, keys]`.
-        core_attention_bias_requires_grad: the bias is learned.
-        alibi_slopes: slopes of your own are given.
+        core_attention_bias_shape: shape of the bias; None is `[1, heads, queries, keys]`.
+        core_attention_bias_requires_grad: the bias needs a gradient.
+        alibi_slopes: slopes are given, instead of ALiBi's default ones.
         batch_size: number of sequences; None if unknown.
         max_seqlen_q: tokens of the longest query sequence; None if unknown.
         max_seqlen_kv: tokens of the longest key sequence; None if unknown.

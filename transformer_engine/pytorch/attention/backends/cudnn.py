@@ -167,7 +167,7 @@ def statistics_of_part(lse: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
-    """`cu_seqlens` of queries and keys, both padded ones, and for thd the longest lengths."""
+    """Both `cu_seqlens`, then both `cu_seqlens_padded`; and for thd the longest lengths."""
     query, key = call.query_sequences, call.key_sequences
     ends_q, starts_q = query.checked("cu_seqlens_q")
     ends_k, starts_k = key.checked("cu_seqlens_kv")

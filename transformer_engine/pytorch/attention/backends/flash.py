@@ -46,9 +46,9 @@ class Package:
     """A version of flash-attn.
 
     Attributes:
-        distribution: what pip calls it.
-        module: what to import, with `flash_attn_func` and `flash_attn_varlen_func`.
-        version: installed; None where it is not.
+        distribution: name of the package for pip.
+        module: name of the module that has `flash_attn_func` and `flash_attn_varlen_func`.
+        version: installed version; None if the package is not installed.
     """
 
     distribution: str

@@ -26,7 +26,7 @@ class _Kernels(Kernels):
         return {**said._asdict(), "dropout_p": call.dropout.p, "alibi_slopes": slopes}
 
     def knows(self, call: Call) -> bool:
-        """Not with dropout, whose random state is private, nor if the package pads heads to 8n."""
+        """Not with dropout, whose random state is private, nor for sizes that the package pads."""
         return call.dropout.p == 0.0 and call.shape.key_size % 8 == 0
 
 

@@ -348,7 +348,7 @@ def _back_math(grad: torch.Tensor, saved: Saved, arguments: Arguments, needs: Ne
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, lead: torch.Size) -> torch.Tensor:
-    """`a @ b` as `[batch, heads, ...]`; torch.autocast makes bmm round it, as in torch's own."""
+    """`a @ b` as `[batch, heads, ...]`; torch.autocast rounds it, as in torch's own backward."""
     return torch.bmm(a, b).to(a.dtype).unflatten(0, lead)
 
 

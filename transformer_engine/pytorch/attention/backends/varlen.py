@@ -48,7 +48,7 @@ class Side(NamedTuple):
 
     @property
     def back(self) -> tuple[torch.Tensor, ...]:
-        """What `_apart` reads."""
+        """The tensors that `_apart` reads."""
         return (self.outside,) if self.maps is None else self.maps[2:]
 
 
@@ -117,7 +117,7 @@ def varlen_parts(kernel: KernelParts) -> Parts:
     """The `Parts` of a backend for padding mask types.
 
     Args:
-        kernel: of packed sequences; its log-sum-exp is `[tokens, heads]`.
+        kernel: functions for packed sequences, whose log-sum-exp is `[tokens, heads]`.
     """
 
     def log_sum_exp(saved: Saved, call: Call) -> torch.Tensor:

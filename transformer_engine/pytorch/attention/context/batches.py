@@ -68,7 +68,7 @@ def pad_thd_sequences_for_cp(
 def generate_positional_ids_for_cp(
     cu_seqlens: torch.Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:
-    """The position of each token of `pad_thd_sequences_for_cp` in its sequence, padding too.
+    """The position in its sequence of each token that `pad_thd_sequences_for_cp` returns.
 
     Args:
         cu_seqlens: that of the sequences without padding, as for `pad_thd_sequences_for_cp`.

@@ -40,7 +40,7 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
 
     In FP8 `forward` takes codes of query, key and value, and returns a result in `Casts.dtype`;
     calls carry the scales of these codes, see `Casts.with_codes`. These scales are saved for the
-    backward, because the module may have updated its own by then.
+    backward, because the scales of the module may have been updated by then.
     """
     backward_in_fp8 = cast_gradients(backward)
 

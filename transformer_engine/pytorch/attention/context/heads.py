@@ -74,7 +74,7 @@ class _Exchange:
         """Send `[tokens of this rank, heads, size]`, receive `[tokens of all, some heads, size]`.
 
         Args:
-            x: as sent.
+            x: the tensor to send.
             side: `query` or `key`: the sequences that the tokens belong to.
         """
         stack = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0)

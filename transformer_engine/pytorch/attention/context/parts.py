@@ -70,8 +70,8 @@ class RankCall:
         queries: the chunks that this rank has.
         key_shares: keys in memory are one of this many equal shares of each sequence.
         tokens: number of queries and number of keys in memory.
-        device: where the call runs. While it is recorded, its tensors are stand-ins on the CPU, so
-            they do not tell.
+        device: where the call runs. It is an argument because the tensors of a call that is being
+            recorded are stand-ins on the CPU.
 
     Attributes:
         query_lengths: of query sequences; None without padding.
@@ -208,7 +208,7 @@ def slice_scores(x: torch.Tensor, queries: Range, key_runs: list[Range]) -> torc
 
 @memoize
 def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | None) -> CallShape:
-    """The shape of a part's call; `tokens` are the queries and keys in memory, None but for thd."""
+    """The shape of a part's call; `tokens`, for thd only, are the queries and keys in memory."""
     queries, keys = (end - begin for begin, end in (block.queries, block.keys))
     kind, left = shape.rule.type, block.left
     if tokens is not None:

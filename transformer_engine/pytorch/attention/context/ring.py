@@ -63,8 +63,8 @@ class _Ring:
         """All steps. While the caller computes with one step's keys, the next ones are received.
 
         Args:
-            key: of this rank.
-            value: of this rank.
+            key: keys of this rank.
+            value: values of this rank.
         """
         for step, found in enumerate(self._pass_round((key, value), self.ranks, keep=True)):
             yield self.key_values(step, *found)
@@ -73,8 +73,8 @@ class _Ring:
         """The steps in reverse, without the first, whose keys are this rank's own.
 
         Args:
-            key: of the last step.
-            value: of the last step.
+            key: keys of the forward's last step.
+            value: values of the forward's last step.
         """
         steps = range(self.ranks - 1, 0, -1)
         found = self._pass_round((key, value), len(steps), reverse=True)
@@ -91,8 +91,8 @@ class _Ring:
         """The tensors of each step, which the caller reads before it asks for the next ones.
 
         Args:
-            tensors: of the first step.
-            steps: how many.
+            tensors: tensors of the first step.
+            steps: number of steps.
             reverse: tensors come from the next rank, not from the previous one.
             keep: the tensors of the last step become `last`.
         """
@@ -181,7 +181,7 @@ def _recordable(call: Call) -> bool:
     return _is_plain(call) and len(_peer_tensors(call)) == _RECORDED
 
 
-_RECORDED = 4  # peer memory has two tensors for keys and values, and two for their gradients
+_RECORDED = 4  # two tensors of the peer memory for keys and values, two of that for gradients
 
 BACKEND = Backend(
     "p2p",

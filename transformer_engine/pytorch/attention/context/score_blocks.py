@@ -22,7 +22,7 @@ class Chunks(NamedTuple):
     """Chunks of a sequence, one after the other in memory.
 
     Attributes:
-        numbers: of the chunks in the sequence, in the order of memory.
+        numbers: numbers of the chunks in the sequence, in the order in which they lie in memory.
         length: tokens of a chunk.
     """
 

@@ -47,7 +47,7 @@ def shard_sequence(
     The gradient of `x` is zero for the tokens of other ranks; sum it over the ranks.
 
     Args:
-        x: a tensor that is equal on all ranks; or a list of them, as the buffers of
+        x: a tensor that is equal on all ranks; or a list of such tensors, like the buffers of
             `torch.distributed.tensor.experimental.context_parallel`.
         cp_group: process group; a list of two for `a2a+p2p`; or a DeviceMesh of one dimension.
         seq_dim: dimension of tokens; a list of dimensions if `x` is a list.
@@ -56,7 +56,7 @@ def shard_sequence(
             this is `cu_seqlens_q_padded`. Each sequence is cut by itself.
 
     Returns:
-        Contiguous, with the tokens of both chunks one after the other.
+        A contiguous tensor with the tokens of both chunks; `x` itself if there is only one rank.
 
     Raises:
         ValueError: tokens that cannot be cut into 2n chunks of equal length; a dimension that `x`

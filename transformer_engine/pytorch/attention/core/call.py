@@ -83,7 +83,7 @@ NO_BIAS = Bias()
 
 
 def check_bias_type(name: str) -> str:
-    """Return the type, or say which ones there are."""
+    """Return the type; for an unknown one, raise a ValueError that lists the types."""
     if name not in BIAS_TYPES:
         known = ", ".join(BIAS_TYPES)
         raise ValueError(
@@ -145,7 +145,7 @@ NO_SINK = Sink()
 
 
 def check_softmax_type(name: str) -> str:
-    """Return the type, or say which ones there are."""
+    """Return the type; for an unknown one, raise a ValueError that lists the types."""
     if name not in SOFTMAX_TYPES:
         raise ValueError(
             f"[DotProductAttention] expected softmax_type in {{{', '.join(SOFTMAX_TYPES)}}},"
@@ -264,7 +264,7 @@ class CallTensors(NamedTuple):
     slopes: torch.Tensor | None = None
     sink: torch.Tensor | None = None
     mask: torch.Tensor | None = None
-    key_mask: torch.Tensor | None = None  # of a pair of masks
+    key_mask: torch.Tensor | None = None  # the second one of a pair of masks
 
 
 TENSORS = len(CallTensors._fields)

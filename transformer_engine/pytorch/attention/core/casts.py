@@ -86,13 +86,13 @@ class Casts(NamedTuple):
     """All casts of one call of attention.
 
     Attributes:
-        qkv: of query, key and value.
-        softmax: of the softmax result.
-        out: of the result.
-        grad_out: of the gradient of the result. None, like the next two, if the backward is in high
-            precision.
-        grad_product: of the gradient of the product query key^T.
-        grad_qkv: of the gradients of query, key and value.
+        qkv: cast of query, key and value.
+        softmax: cast of the softmax result.
+        out: cast of the result.
+        grad_out: cast of the gradient of the result. None, like the next two, if the backward is in
+            high precision.
+        grad_product: cast of the gradient of the product query key^T.
+        grad_qkv: cast of the gradients of query, key and value.
         qkv_scales: fp32 `[2]` = {1/scale, scale} of query, key and value if these are FP8 codes,
             see `with_codes`; else None.
         dtype: dtype of the values of these codes, and of what is computed from them: fp32, or 16

@@ -31,7 +31,7 @@ FORMATS = ("sbhd", "bshd", "thd")
 
 
 def check_format(qkv_format: str) -> str:
-    """Return the format, or say which ones there are."""
+    """Return the format; for an unknown one, raise a ValueError that lists the formats."""
     if qkv_format not in FORMATS:
         raise ValueError(
             f"[attention] expected qkv_format in {{{', '.join(FORMATS)}}}, got {qkv_format!r}"
@@ -140,7 +140,7 @@ class PackedRows(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """A permutation of rows: row i of the result is row `rows[i]`, or zero if `absent[i]`.
+    """How rows move: row i of the result is row `rows[i]`, or zero if `absent[i]`.
 
     Attributes:
         rows: int64.

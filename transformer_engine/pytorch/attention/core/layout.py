@@ -1,7 +1,7 @@
 """How queries, keys and values lie in memory.
 
-In the name of a layout, `3` or `2` is the axis of a packed tensor along which it was split, and `_`
-separates tensors with separate memory:
+In the name of a layout, `3` or `2` marks the axis along which a packed tensor was split, and `_`
+separates tensors that have separate memory:
 
     sb3hd             query, key, value = qkv.unbind(2), qkv [sequence, batch, 3, heads, size]
     sbh3d             query, key, value = qkv.unbind(3), qkv [sequence, batch, heads, 3, size]

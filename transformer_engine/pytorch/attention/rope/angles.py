@@ -33,7 +33,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
             halves, (0, dim / 2), (1, dim / 2 + 1), ...
 
     Raises:
-        ValueError: an odd number of elements to rotate; an invalid share or factor.
+        ValueError: an odd number of elements to rotate; an invalid percentage or factor.
 
     Example:
         >>> RotaryPositionEmbedding(64)(16).shape

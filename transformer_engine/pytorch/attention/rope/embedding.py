@@ -155,7 +155,7 @@ class Rope(Stage):
         return (rotated,), Saved(tuple(parameters) if plan.requires_grad else ())
 
     def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
-        """In torch's operators, in fp32 and rounded once."""
+        """The rotation in torch's operators, computed in fp32 and rounded once."""
         (t,) = inputs
         table, starts, cu_seqlens = parameters
         assert table is not None
