@@ -17,9 +17,9 @@ def refuse(module: str, name: str) -> NoReturn:
     """Raise for an attribute that a module lacks; called by the module's `__getattr__`.
 
     Raises:
-        ImportError: an import statement asks for a name of a format that is not implemented. It
-            would make words of its own of an AttributeError.
-        AttributeError: else.
+        ImportError: an import statement asks for a name of a format that is not implemented.
+            Python would replace the message of an AttributeError there.
+        AttributeError: in all other cases.
     """
     for format, instead in _FORMATS.items():
         if name.startswith(format):

@@ -63,7 +63,7 @@ def warn_of_left_out(gpus: Callable[[], int]) -> None:
     """Warn of each part that a GPU of this machine would use.
 
     Args:
-        gpus: counts those that are visible; asked only where something was left out.
+        gpus: returns the number of visible GPUs; called only where something was left out.
     """
     lacking = left_out()
     if not lacking or not gpus():

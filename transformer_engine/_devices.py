@@ -17,13 +17,14 @@ class DeviceLimits:
 
     Attributes:
         capability: compute capability, 10 * major + minor.
-        code: the same of the instructions that the kernels were compiled to; lower than
-            `capability` where the driver compiles portable code.
-        multiprocessors: how many it has.
-        shared_bytes: the most shared memory of a block, in bytes.
-        cluster: the most blocks of a cluster; 1: no clusters.
-        dependent_launch: a kernel is brought up while the one before it drains.
-        fp8_conversion: casts to FP8 are instructions.
+        code: compute capability that the kernels were compiled for; lower than `capability`
+            where the driver compiles portable code for this GPU.
+        multiprocessors: number of streaming multiprocessors.
+        shared_bytes: the most shared memory of a thread block, in bytes.
+        cluster: the most thread blocks in a cluster; 1 where there are no clusters.
+        dependent_launch: programmatic dependent launch is used: a kernel starts while the one
+            before it drains.
+        fp8_conversion: the GPU has instructions that cast to FP8.
         fp8_products: cuBLASLt multiplies FP8 codes.
         block_scales: cuBLASLt multiplies FP8 codes whose blocks of 128 have scales.
     """
@@ -43,11 +44,11 @@ class Generation(NamedTuple):
     """GPUs of one compute capability.
 
     Attributes:
-        name: of the generation.
+        name: name of the generation.
         examples: some of the GPUs.
         capability: 10 * major + minor.
-        multiprocessors: of the largest of the examples.
-        shared_kib: the most shared memory of a block.
+        multiprocessors: those of the largest of the examples.
+        shared_kib: the most shared memory of a thread block, in KiB.
         tested: what has run on such a GPU.
     """
 
@@ -73,7 +74,7 @@ GENERATIONS = (
 
 
 def device_limits(index: int) -> DeviceLimits:
-    """Of GPU `index`, less what variables switch off.
+    """Returns the limits of GPU `index`, without features that environment variables switch off.
 
     Raises:
         NotImplementedError: this build has no code for that GPU.
@@ -82,17 +83,17 @@ def device_limits(index: int) -> DeviceLimits:
 
 
 def limits_of(capability: tuple[int, int], on: _env.DeviceVariables | None = None) -> DeviceLimits:
-    """Of a GPU that need not be here, with code of its own.
+    """Returns the limits of a GPU that need not be in this machine, with kernels compiled for it.
 
     Args:
         capability: compute capability.
-        on: what is left on; None is everything.
+        on: the features that are left on; None stands for all.
 
     >>> limits_of((8, 0)).fp8_products, limits_of((9, 0)).fp8_products
     (False, True)
     """
     number = 10 * capability[0] + capability[1]
-    # That of the latest generation up to it; the oldest one's for what is older still.
+    # The newest generation that is not newer than this GPU; the oldest one for older GPUs.
     like = [GENERATIONS[0], *(one for one in GENERATIONS if one.capability <= number)][-1]
     facts = (number, number, like.multiprocessors, 1024 * like.shared_kib)
     return DeviceLimits(**_C.device_limits_of(*facts, *(on or _env.DeviceVariables())))
@@ -102,8 +103,8 @@ def why_no_product(limits: DeviceLimits, in_blocks: bool) -> str:
     """Why cuBLASLt does not multiply FP8 operands on this GPU; "" where it does.
 
     Args:
-        limits: of the GPU.
-        in_blocks: blocks of 128 have scales of their own.
+        limits: the limits of the GPU.
+        in_blocks: each block of 128 values has its own scale.
     """
     capability = _number(limits.capability)
     if limits.capability < _FP8_TENSOR_CORES:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-# A miss through `os.environ.get` costs two exceptions, about 1 us; attention asks on every call.
+# `os.environ.get` of a variable that is not set raises two exceptions inside, which takes about
+# 1 us; attention asks in every call.
 _VARIABLES: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 
 
@@ -24,7 +25,8 @@ class AttentionVariables(NamedTuple):
         fused_backend: NVTE_FUSED_ATTN_BACKEND: 0 or 1 for 16 bit, 2 for FP8; None for any.
         flash_backward: NVTE_FUSED_ATTN_USE_FAv2_BWD, default 0.
         workspace: NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT; None leaves the choice to the backend.
-        debug: NVTE_DEBUG_LEVEL where NVTE_DEBUG=1: 1 tells the backend, 2 why; else 0.
+        debug: NVTE_DEBUG_LEVEL if NVTE_DEBUG=1, else 0: 1 names the chosen backend, 2 also says
+            why it was chosen.
         fp8_backward: NVTE_FP8_DPA_BWD: whether FP8 attention has its backward in FP8, too; None
             leaves the choice to the backend.
     """
@@ -64,7 +66,7 @@ _DEVICE = (
     "TE_DEPENDENT_LAUNCH",
     "TE_SHARED_MEMORY_KIB",
 )
-_SWITCHES = 7  # that many of them are on unless they are 0
+_SWITCHES = 7  # the first seven of _ATTENTION are switches, which are on unless they are 0
 _READ = (
     *_ATTENTION,
     *_DEVICE,
@@ -110,8 +112,8 @@ class DeviceVariables(NamedTuple):
         fp8_products: TE_FP8_TENSOR_CORES, default 1.
         clusters: TE_CLUSTERS, default 1.
         dependent_launch: TE_DEPENDENT_LAUNCH, default 1.
-        shared_bytes: TE_SHARED_MEMORY_KIB, in bytes: the most that a block may have; 0 is what the
-            device has.
+        shared_bytes: TE_SHARED_MEMORY_KIB, in bytes: the most shared memory of a thread block; 0
+            stands for the limit of the device.
     """
 
     fp8_products: bool = True
@@ -127,7 +129,7 @@ def device_variables() -> DeviceVariables:
         ValueError: TE_SHARED_MEMORY_KIB is not a number, or below what every GPU has.
     """
     *switches, shared = (os.environ.get(name, "").strip() for name in _DEVICE)
-    least = 48  # what every GPU gives without asking
+    least = 48  # KiB that a block gets on every GPU without an opt-in
     if shared and (not shared.isdigit() or int(shared) < least):
         raise ValueError(f"expected TE_SHARED_MEMORY_KIB of at least {least}, got {shared!r}")
     fp8_products, clusters, dependent_launch = (value != "0" for value in switches)

@@ -1,4 +1,4 @@
-"""What counts as a flag."""
+"""Which values are accepted where True or False is expected."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numbers
 
 
 def is_flag(value: object) -> bool:
-    """Whether a value is True or False, or what scripts have for these: 0, 1, None, NumPy's bools.
+    """Whether a value is True or False, or what scripts use instead: 0, 1, None, NumPy's bools.
 
-    Objects that equal True, such as tensors of one element, are none.
+    Other objects that equal True, such as tensors of one element, are not flags.
     """
     if isinstance(value, bool) or value is None:
         return True

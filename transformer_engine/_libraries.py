@@ -17,12 +17,12 @@ class Library:
     """A shared library.
 
     Attributes:
-        title: what people call it.
-        stem: `lib<name>.so`; its major versions follow.
-        majors: those to look for, the preferred first.
-        package: in which pip package wheels carry it; `{cuda}` is the major version of CUDA.
-        version: asks the opened library.
-        variable: the NAME of TE_<NAME>_PATH, the file to open instead.
+        title: the usual name.
+        stem: the file name without a version, `lib<name>.so`; `.<major>` is appended.
+        majors: the major versions to look for, the preferred one first.
+        package: the pip package that contains it; `{cuda}` stands for the major version of CUDA.
+        version: returns the version of the opened library.
+        variable: the NAME in the variable TE_<NAME>_PATH, which gives another file to open.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Library:
 
 
 def _counted(function: str) -> Callable[[ctypes.CDLL], str]:
-    """Versions that a function returns as major * 10000 + minor * 100 + patch."""
+    """Makes a `version` for libraries whose function returns 10000 major + 100 minor + patch."""
 
     def ask(library: ctypes.CDLL) -> str:
         call = library[function]
@@ -76,7 +76,7 @@ LIBRARIES = (
 
 
 def mapped(stem: str) -> str:
-    """The file of a library that this process has loaded; "" where it has not."""
+    """The file of a library that this process has loaded; "" if it is not loaded."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def mapped(stem: str) -> str:
 
 
 def _candidates(library: Library) -> Iterator[str]:
-    """Files and names in the order in which the kernels look for them, then wheels of pip."""
+    """Files and names in the order in which the native module looks for them, then pip's wheels."""
     yield _env.library_path(library.variable)
     yield mapped(f"{library.stem}.")
     yield from (f"{library.stem}.{major}" for major in library.majors)

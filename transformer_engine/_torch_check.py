@@ -1,4 +1,7 @@
-"""Importing this refuses a torch that is too old, before anything asks for what that lacks."""
+"""Importing this module raises ImportError where torch is too old.
+
+It is imported first, so that the user reads this message and not one about a missing name of torch.
+"""
 
 import torch
 

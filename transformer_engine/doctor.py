@@ -24,7 +24,7 @@ from typing import Any
 from transformer_engine import __version__, _build, _env, _libraries, _torch_floor
 
 OK, ABSENT, MISSING = "ok", "absent", "missing"  # absent: nothing that is here needs it
-# Under which names programs look for us, and where in the sources they are installed from.
+# The names of distributions that programs look for, and the command that installs each of them.
 NAMES = {
     "transformer-engine": "`pip install .` in the sources",
     "nvdlfw-inspect": "`pip install ./packaging/nvdlfw-inspect` in the sources",
@@ -38,7 +38,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: where it is listed.
+        section: the part of the report that lists it.
         name: what was looked at.
         status: "ok", "absent" (and not needed) or "missing" (needed).
         value: version, description, or what went wrong.
@@ -57,7 +57,7 @@ class Finding:
 
 
 class Machine:
-    """Modules that probes share: each is imported once, and failures are kept."""
+    """The modules that probes share: each is imported once, and errors of imports are kept."""
 
     def __init__(self) -> None:
         self._found: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def described(error: BaseException) -> str:
 
 
 def versions(machine: Machine) -> Iterator[Finding]:
-    """Ours, Python, torch, its CUDA, the driver."""
+    """Versions of this package, Python, torch, the CUDA that torch was built with, the driver."""
     here = str(Path(__file__).parent)
     yield Finding("versions", "transformer_engine", OK, __version__, here)
     yield Finding("versions", "Python", OK, platform.python_version(), sys.executable)
@@ -166,7 +166,7 @@ def native(machine: Machine) -> Iterator[Finding]:
 
 
 def _left_out(machine: Machine) -> Iterator[Finding]:
-    """What the build lacks: missing where there is a GPU, to be mended where torch has CUDA."""
+    """What the build lacks: "missing" where there is a GPU, with a fix where torch has CUDA."""
     torch = machine.load("torch")
     cuda = torch.version.cuda if torch is not None else None
     for one in _build.left_out():
@@ -280,7 +280,7 @@ def attention(machine: Machine) -> Iterator[Finding]:
         return
     package = machine.load("transformer_engine.pytorch.attention")
     for device in ("cpu", "cuda") if machine.cuda else ("cpu",):
-        always = package.attention_backends(device=device)  # said once, of the plain problem
+        always = package.attention_backends(device=device)  # listed once, for the plain problem
         for name, changes in ATTENTION_PROBLEMS.items():
             refusals = package.attention_backends(device=device, **changes)
             takes = [backend for backend, refusal in refusals.items() if refusal is None]
@@ -342,7 +342,7 @@ def examine() -> list[Finding]:
         for probe in PROBES:
             try:
                 for finding in probe(machine):
-                    findings.append(finding)  # one by one: those before an error count
+                    findings.append(finding)  # one by one, which keeps those before an error
             except Exception as error:
                 name = f"looking at {probe.__name__}"
                 findings.append(Finding(probe.__name__, name, MISSING, described(error)))
@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = json.dumps({"ok": ok, "findings": [asdict(one) for one in findings]}, indent=1)
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; say nothing when the interpreter flushes
+    except BrokenPipeError:  # the reader, as in `| head`, is gone: the flush at exit must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if ok else 1
 

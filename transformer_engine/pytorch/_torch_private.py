@@ -1,8 +1,8 @@
 """All private names of torch that we use, and what is done where torch lacks one.
 
-Each is looked for once, when this file is imported; `MISSING` lists those that are not there, and
-what is done without stands beside each. All were seen in torch 2.8 and 2.13, and in 2.4 unless it
-says otherwise. A name stays what torch has, so that a call costs what torch takes for it.
+Each is looked up once, when this file is imported. `MISSING` lists those that were not found; the
+comment beside a name says, after "Without:", what happens then. All were seen in torch 2.8 and
+2.13, and in 2.4 unless it says otherwise. Names are bound to torch's own objects: no call overhead.
 
 The base class of modes, the functions of nested values (`_pytree`) and `graph_task` have no
 substitute: without them this import fails, and says which is missing. Not private for us are, and
@@ -58,24 +58,24 @@ _fp32_precision: Callable[[str, str], str] = found(
 )
 
 graph_task = torch._C._current_graph_task_id  # of the backward that is running; -1: none
-# Not in 2.4. Without: there may always be hooks, that nobody knows; layers run part by part, and
-# in FP8 refuse non-reentrant checkpoints of torch, as where their records are not found (below).
+# Not in 2.4. Without: hooks on saved tensors cannot be seen, so layers run part by part, and in FP8
+# they refuse torch's non-reentrant checkpoints, as where the records (below) are not found.
 top_hooks: Callable[[bool], Any] = found(
     "torch:_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: (None, None)
 )
-# Off within the forward of a function. Without: it may be off everywhere, which is slower.
+# False within the forward of an autograd function. Without: taken as False, which is slower.
 forward_grad_enabled: Callable[[], bool] = found("torch:_C._is_fwd_grad_enabled", lambda: False)
-# The node whose backward runs. Without: reentrant checkpoints of torch are not known again.
+# The node whose backward runs. Without: recomputes of torch's reentrant checkpoints are missed.
 running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambda: None)
-# Whether a node is part of the running backward; an error outside of one. Without: likewise those
-# that run again from a hook on a tensor.
+# Whether a node is part of the running backward; an error outside of one. Without: recomputes that
+# start from a hook on a tensor are missed.
 node_will_run: Any = found("torch:_C._will_engine_execute_node", lambda node: False)
-# Without: calls take the longer way that they take where transforms, hooks, modes, forward
-# differentiation or autocast are at work.
+# Without: taken as active, so that calls take the slower path, as with hooks, modes, forward
+# differentiation or autocast.
 transforms_active: Callable[[], bool] = found(
     "torch:_C._are_functorch_transforms_active", lambda: True
 )
-# Without: torch's function, which also asks whether it is compiled itself.
+# Without: torch's public function, which does more checks.
 is_tracing: Callable[[], bool] = found("torch:_C._is_tracing", torch.jit._trace.is_tracing)
 # Without: calls inside of transforms fail in torch's words.
 _functorch_interpreter: Callable[[], Any] = found(
@@ -96,7 +96,7 @@ if found("torch.autograd.forward_ad:_current_level", None) is None:
 current_gpu: Callable[[], int] = found("torch:_C._cuda_getDevice", lambda: -1)  # in CUDA builds
 empty_on_cpu: Allocator | None = found("torch:_C._dynamo.guards._empty_strided_cpu", None)
 empty_on_gpu: Allocator | None = found("torch:_C._dynamo.guards._empty_strided_cuda", None)
-# `as_strided` in half of its time; autograd does not learn whose view it is.
+# A view as of `as_strided`, in half the time; autograd does not know which tensor it is a view of.
 part_of: View = found(
     "torch:_C._dynamo.guards._reinterpret_tensor", lambda *part: torch.as_strided(*part).detach()
 )
@@ -105,9 +105,9 @@ sdpa_order: Callable[[], list[int]] = found("torch:_C._get_sdp_priority_order", 
 set_sdpa_order: Callable[[list[int]], None] = found(
     "torch:_C._set_sdp_priority_order", lambda order: None
 )
-# Which of them torch would run. Without: torch's own function runs, and keeps its own graph.
+# Which attention kernel torch would run. Without: torch's function runs, with its autograd graph.
 choose_sdpa: Any = found("torch:_fused_sdp_choice", None)
-# Without: fake tensors that come where nothing is compiled are taken for real ones.
+# Without: fake tensors outside of compiled code are taken for real ones.
 FakeTensor: type = found("torch._subclasses.fake_tensor:FakeTensor", type("FakeTensor", (), {}))
 no_torch_function: Any = found(
     "torch:_C._disabled_torch_function_impl", torch.nn.Parameter.__torch_function__
@@ -116,15 +116,15 @@ no_torch_function: Any = found(
 refuse_data_ptr: Callable[[torch.Tensor], None] = found(
     "torch:_C._set_throw_on_mutable_data_ptr", lambda x: None
 )
-# Graphs keep calls of such an operator. Without: those whose results nobody takes may be dropped.
+# Marks an operator whose calls graphs must keep. Without: calls with unused results may be dropped.
 keep_calls: Callable[[Any], Any] = found("torch.fx.node:has_side_effect", lambda operator: operator)
 # Without: a second backward is refused in torch's own words.
 _delayed_error: Any = found("torch:_C._functions.DelayedError", None)
-# Without: `torch.device("cpu")` is not told from no device.
+# Without: a context `torch.device("cpu")` looks like no context.
 _DeviceContext: Any = found("torch.utils._device:DeviceContext", None)
 _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack", None)
 
-# Of `init_process_group`. Without: ranks that disagree meet in collectives.
+# The store of `init_process_group`. Without: ranks that disagree are found in collectives only.
 default_store: Callable[[], Any] = found(
     "torch.distributed.distributed_c10d:_get_default_store", lambda: None
 )
@@ -151,9 +151,9 @@ def other_caller_active() -> bool:
 
 
 def refuse_tracing(layer: str) -> None:
-    """Raise NotImplementedError where TorchScript traces a call: it does not see what kernels do.
+    """Raise NotImplementedError where TorchScript traces a call, because it cannot see our kernels.
 
-    A graph would hold uninitialised memory, or the results of the traced call as constants.
+    Its graph would hold uninitialised memory, or the results of the traced call as constants.
     """
     if is_tracing():
         where = f" (layer {layer})" if layer else ""
@@ -166,7 +166,7 @@ def refuse_tracing(layer: str) -> None:
 
 
 def refuse_scripting(module: torch.nn.Module) -> NoReturn:
-    """What modules have as `__prepare_scriptable__`, which `torch.jit.script` calls at first."""
+    """The `__prepare_scriptable__` of modules, which `torch.jit.script` calls first."""
     kind = type(module).__name__
     raise NotImplementedError(
         "[torch.jit.script] expected a model without layers of transformer_engine, which it cannot"
@@ -177,12 +177,12 @@ def refuse_scripting(module: torch.nn.Module) -> NoReturn:
 def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
     """Raise where functorch transforms a call, or forward mode differentiates one of its inputs.
 
-    Also where the call is traced. Kernels read memory, which tensors of transforms have none of,
-    and would drop tangents.
+    Also where the call is traced. Kernels read memory, which tensors of transforms do not have, and
+    would drop tangents.
 
     Args:
         layer: for the message.
-        inputs: of the call.
+        inputs: the inputs of the call.
 
     Raises:
         NotImplementedError: see above.
@@ -205,16 +205,16 @@ def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What `function.apply` calls where functorch transforms nothing; else that itself.
+    """The C++ `apply` that `function.apply` calls when no functorch transform is active.
 
-    To look for transforms, and for tensors that one has left behind, costs up to 3 us a call.
+    It skips checks for transforms and their tensors, which take up to 3 us a call.
     """
     bare = super(torch.autograd.Function, function)
     return getattr(bare, "apply", function.apply)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, bare wherever that is the same."""
+    """`function.apply`, through `bare_apply` wherever the result is the same."""
     bare = bare_apply(function)
 
     def apply(*args: Any) -> Any:
@@ -226,10 +226,10 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def release_saved_tensors(ctx: Any) -> None:
-    """Let go of the tensors that a node has saved, once its backward has taken them.
+    """Drop a node's references to saved tensors, once its backward has read `ctx.saved_tensors`.
 
-    Each is then freed as soon as the backward drops it, not when it ends. A graph that is retained
-    keeps them. Where torch has no `maybe_clear_saved_tensors`, they are freed at the end.
+    Each tensor is then freed as soon as the backward drops it, not when the backward ends. A
+    retained graph keeps them. Without `maybe_clear_saved_tensors` they are freed at the end.
     """
     release = getattr(ctx, "maybe_clear_saved_tensors", None)
     if release is not None:
@@ -240,7 +240,7 @@ def not_differentiable(gradients: Sequence[Any], layer: str) -> tuple[Any, ...]:
     """Gradients for a graph of the backward (`create_graph=True`), whose own backward is an error.
 
     Args:
-        gradients: without autograd; None where there is none.
+        gradients: computed without autograd; None for inputs that have none.
         layer: for the message.
     """
     where = f" (layer {layer})" if layer else ""
@@ -256,7 +256,7 @@ def not_differentiable(gradients: Sequence[Any], layer: str) -> tuple[Any, ...]:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's, which switches gradients off (5 us) for a backward where they are off already."""
+    """As torch's `once_differentiable`, which takes 5 us and is skipped where autograd is off."""
     guarded = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -267,9 +267,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_side_effect_checks(function: Callable[[], Any]) -> Any:
-    """`function()`; Dynamo, when it traces a checkpoint, lets that have effects on Python's state.
+    """Call a function; Dynamo, which traces a checkpoint, allows it to change Python's state.
 
-    Dynamo is slow to import, and is there when this is traced. Not in 2.4; without: it refuses.
+    Dynamo is slow to import, but is loaded while it traces. Not in 2.4. Without: it refuses.
     """
     name = "_disable_side_effect_safety_checks_for_current_subtracer"
     unchecked = getattr(torch._dynamo.utils, name, None)
@@ -277,9 +277,9 @@ def without_side_effect_checks(function: Callable[[], Any]) -> Any:
 
 
 def constant_in_graphs(function: F) -> F:
-    """Let compiled code take the function's result for a constant, found when it is traced.
+    """Decorator: compiled code uses the result that the function had during tracing as a constant.
 
-    As `torch.compiler.assume_constant_result`, which imports the compiler: that takes a second.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler (a second).
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -294,7 +294,7 @@ def real_object(x: Any) -> Any:
 def compiling() -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` is true.
 
-    Since 2.13 it is while AOTAutograd traces; before, while Dynamo does alone.
+    While AOTAutograd traces, torch sets it since 2.13; older releases only while Dynamo traces.
     """
     before = getattr(torch.compiler, "_is_compiling_flag", False)
     torch.compiler._is_compiling_flag = True
@@ -305,9 +305,9 @@ def compiling() -> Iterator[None]:
 
 
 def keep_address(x: torch.Tensor) -> None:
-    """Let CUDA graphs of a compiler read and write the tensor itself, where they know the mark.
+    """Mark a tensor so that CUDA graphs of torch.compile read and write its memory, not a copy.
 
-    As `torch._dynamo.mark_static_address`, which is slow to import.
+    This is what `torch._dynamo.mark_static_address` does, which is slow to import.
     """
     x._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
@@ -348,7 +348,7 @@ for _hook, _record in _RECORDS.items():
 
 
 def checkpoint_of_hooks() -> tuple[Any, Any]:
-    """Torch's record of its innermost non-reentrant checkpoint: in its first run, in another."""
+    """Torch's record of its innermost non-reentrant checkpoint: as (first run's, recompute's)."""
     cells: dict[str, Any] = {}
     for hook in top_hooks(True) or ():
         function: Any = getattr(hook, "_torchdynamo_orig_callable", hook)
@@ -368,7 +368,7 @@ def checkpoint_of_hooks() -> tuple[Any, Any]:
 def functions_in_forward() -> Iterator[Any]:
     """Contexts of the autograd functions whose forward is running, innermost first.
 
-    Only those that will have a backward; torch has no other way to ask for them.
+    Torch has no function for this: the Python frames are searched, for those with a backward.
     """
     if forward_grad_enabled() or torch.is_inference_mode_enabled():
         return  # within the forward of a function it is off
@@ -379,7 +379,7 @@ def functions_in_forward() -> Iterator[Any]:
             context = frame.f_locals.get(code.co_varnames[0])
             if isinstance(context, torch.autograd.function.BackwardCFunction):
                 if code.co_name == "backward":
-                    return  # what is outside has been found by its first forward
+                    return  # the first forward of what is outside has found it
                 if context.next_functions:
                     yield context
         frame = frame.f_back  # type: ignore[assignment]

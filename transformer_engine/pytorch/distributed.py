@@ -1,4 +1,4 @@
-"""The documented import path of what serves distributed training."""
+"""The documented import path of the functions for distributed training."""
 
 from __future__ import annotations
 
@@ -63,16 +63,17 @@ __all__ = [
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
 ) -> Iterator[None]:
-    """What checkpointing functions of trainers open around their two forwards.
+    """The context that checkpointing functions of trainers open around each of their two forwards.
 
-    In the second forward layers use the scope and the scales of the first, and record no amaxes. If
-    that runs in the backward of the autograd function which ran the first, they do so by
-    themselves; if a hook on a tensor runs it, both forwards must be within this context. Should one
-    backward run several checkpoints of the same layer again, the newest comes first.
+    In the second forward, layers use the scope and the scales of the first, and record no amaxes.
+    If the second forward runs in the backward of the autograd function that ran the first, layers
+    find this out without the context. If a hook on a tensor starts it, both forwards must run
+    inside this context. Of several checkpoints of the same layer, a backward must recompute the
+    newest first.
 
     Args:
-        activation_recompute: the forward is one of two.
-        recompute_phase: it is the second.
+        activation_recompute: the forward belongs to a checkpoint, which runs it twice.
+        recompute_phase: this is the second forward.
     """
     stack = autocast_stack()
     before = stack.recomputed
@@ -88,14 +89,14 @@ def activation_recompute_forward(
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether modules called now run in FP8 in a part of a model that runs twice."""
+    """Whether modules called now run in FP8, in a part of a model that will be or is recomputed."""
     stack = autocast_stack()
     here = recompute_context(stack.recomputed, stack.regions)
     return stack.scope.enabled and (bool(here.open_regions) or here.recomputed is not None)
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether modules called now run in FP8 for the second time."""
+    """Whether modules called now run in FP8, in the second forward of a checkpoint."""
     stack = autocast_stack()
     return (
         stack.scope.enabled
@@ -152,7 +153,7 @@ def gather_along_first_dim(
         inp: `[rows, ...]`, of equal shape on all ranks.
         process_group: the ranks.
         async_op: do not wait.
-        quantizer: of the result, or None. Then the call waits.
+        quantizer: quantises the result, for which the call waits; or None.
 
     Returns:
         `([ranks * rows, ...], handle)`; the handle is None unless `async_op`.

@@ -26,7 +26,7 @@ class DType(IntEnum):
 
     @staticmethod
     def of(value: DType | torch.dtype | int) -> DType:
-        """A type by its number or by torch's name."""
+        """The type with this number, or the counterpart of this dtype of torch."""
         if isinstance(value, int):
             return DType(value)
         for number, dtype in {**TORCH_DTYPES, **TORCH_FP8}.items():

@@ -68,7 +68,7 @@ def divide(numerator: int, denominator: int) -> int:
     """`numerator / denominator`, which must be an integer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an integer, or the denominator is 0.
 
     >>> divide(64, 4)
     16
@@ -99,7 +99,7 @@ def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Ten
 
 
 def requires_grad(*tensors: Any) -> bool:
-    """Whether any of them is a tensor that needs a gradient, also inside lists and tuples.
+    """Whether any argument is a tensor that needs a gradient, also inside lists and tuples.
 
     >>> requires_grad(None, [torch.ones(2, requires_grad=True)])
     True
@@ -110,14 +110,14 @@ def requires_grad(*tensors: Any) -> bool:
 def attention_mask_func(
     attention_scores: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Hide scores, in place.
+    """Mask attention scores, in place.
 
     Args:
         attention_scores: of any floating dtype, `[batch, heads, queries, keys]`.
-        attention_mask: bool that broadcasts to it; True is hidden.
+        attention_mask: bool, broadcast to the scores; True masks a score.
 
     Returns:
-        `attention_scores`, with -10000 where it is hidden.
+        `attention_scores`, with -10000 where they are masked.
 
     >>> attention_mask_func(torch.zeros(2), torch.tensor([False, True]))
     tensor([     0., -10000.])
@@ -126,15 +126,15 @@ def attention_mask_func(
 
 
 def make_weak_ref(x: Any) -> Any:
-    """Tensors with the memory of CUDA tensors, which they do not keep alive.
+    """Returns tensors on the memory of CUDA tensors, which do not keep that memory alive.
 
-    For inputs and outputs of CUDA graphs: others may use the memory while no graph is replayed.
+    This is for inputs and outputs of CUDA graphs, whose memory may be reused between replays.
 
     Args:
         x: a tensor, or any lists, tuples and dicts of tensors.
 
     Returns:
-        The same structure. Tensors on other devices, and all else, are those of `x`.
+        The same structure. Tensors on other devices and other objects are returned as they are.
 
     Example, on a GPU:
 

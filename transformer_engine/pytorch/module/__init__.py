@@ -1,4 +1,4 @@
-"""The modules, one file each."""
+"""The modules with parameters: linear layers, norms, and fused pairs of both; one file each."""
 
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm import LayerNorm

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 def check_sizes(module: str, layer: str | None, least: int = 1, /, **sizes: Any) -> None:
-    """Raise unless every argument is an int of at least `least`; True is none."""
+    """Raise unless every argument is an int of at least `least`; bools are refused."""
     for name, size in sizes.items():
         try:
             if isinstance(size, bool):
@@ -60,7 +60,7 @@ def refuse_keywords(
     Args:
         module: the class or the method.
         unknown: keywords.
-        further: those that are known beside the named ones.
+        further: keywords that are known beside the named parameters.
     """
     name, known = module.__qualname__, [*inspect.signature(module).parameters]
     if isinstance(module, type):  # a subclass may hand on what it does not name
@@ -85,8 +85,8 @@ def tensor_parallel(
     """The tensor parallel ranks of a module; this rank alone unless `shared`.
 
     Raises:
-        TypeError: no process group, or no sizes.
-        ValueError: a group of another size.
+        TypeError: not a process group, or sizes that are not ints.
+        ValueError: a group whose size is not `tp_size`.
     """
     kind = type(module).__name__
     check_sizes(kind, str(module.name), 1, tp_size=tp_size)

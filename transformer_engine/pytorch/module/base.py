@@ -1,4 +1,9 @@
-"""What every module with GEMMs shares: scope to quantizers, dtype rules, FP8 state, parameters."""
+"""The base class of all modules with GEMMs.
+
+A call looks up its plan by the facts that it depends on (scope, dtypes, device, which gradients are
+needed), makes it the first time, and runs the module's chain with it. Also here: the rules for
+dtypes, fallbacks to high precision, and FP8 state in state dicts.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +58,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_PLANS = 64
 
-# Found once: looking up names of torch takes a tenth of what a call has to spend.
+# Looked up once: attributes of torch cost a tenth of the host time of a call.
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
@@ -72,7 +77,7 @@ class TransformerEngineBaseModule(
 
     sequence_parallel: bool = flag_setting(lambda module, on: on and module.ranks.size > 1)
     return_bias: bool
-    first_microbatch: bool | None = None  # instead of the caller's `is_first_microbatch`
+    first_microbatch: bool | None = None  # if set, replaces the caller's `is_first_microbatch`
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
     def __init__(self, gemms: int, name: str | None, /, **sizes: int) -> None:
@@ -110,7 +115,7 @@ class TransformerEngineBaseModule(
         return ("delay_wgrad_compute",)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
-        """The parameters of the chain; and the last bias of the module, for `return_bias`."""
+        """The parameters of the chain, and the bias of the last GEMM, for `return_bias`."""
         raise NotImplementedError
 
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
@@ -118,16 +123,16 @@ class TransformerEngineBaseModule(
         raise NotImplementedError
 
     def parts(self) -> Sequence[TransformerEngineBaseModule]:
-        """The modules that run its GEMMs: itself."""
+        """The modules whose chains run the GEMMs of this one: the module itself by default."""
         return (self,)
 
     @property
     def gemm_names(self) -> list[str]:
-        """Names of its GEMMs, by which the debugger knows them."""
+        """Names of the module's GEMMs in the debugger."""
         return [name for part in self.parts() for name in part.chain.gemm_names]
 
     def _weights(self) -> Sequence[torch.Tensor]:
-        """Those weights, whole."""
+        """The weights of the GEMMs; a weight in several parameters is put together."""
         raise NotImplementedError
 
     def renew_weights(self) -> None:
@@ -153,13 +158,13 @@ class TransformerEngineBaseModule(
 
         Args:
             x: the input.
-            features: its last size must be this.
-            parameters: of the chain.
-            bias: the last one of the module, applied or not.
+            features: the last size that the input must have.
+            parameters: those of the chain.
+            bias: the bias of the last GEMM, whether the chain adds it or not.
             first_microbatch: the caller's `is_first_microbatch`.
 
         Returns:
-            `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
+            `out[, bias][, tap]`: the bias with `return_bias`, the tap of the chain's Norm.
         """
         check_features(self, x, features)
         if self.first_microbatch is not None:
@@ -211,10 +216,10 @@ class TransformerEngineBaseModule(
 
         Args:
             x: the input.
-            parameters: of the chain.
+            parameters: those of the chain.
             needs: see `CallPlan`; empty where autograd does not record.
             first_microbatch: the caller's `is_first_microbatch`.
-            stack: of this thread.
+            stack: the autocast stack of this thread.
             in_first_forward: see `CallPlan`.
         """
         autocast = autocast_dtype(x)
@@ -231,7 +236,7 @@ class TransformerEngineBaseModule(
             if in_first_forward:
                 found.requires_grad, found.in_first_forward = False, True
                 self.chain.prepare(found)
-            if len(self._plans) >= _MOST_PLANS:  # a recipe per step would pile them up
+            if len(self._plans) >= _MOST_PLANS:  # a new recipe in each step would add one each
                 self.drop_plans()
             self._plans[key] = found
         if scope.key >= 0:
@@ -242,9 +247,9 @@ class TransformerEngineBaseModule(
         return found
 
     def _note_compiled(self) -> None:
-        """Check compiled code in a checkpoint, which has no recompute regions."""
+        """Check the scope of a compiled recompute; compiled code has no recompute regions."""
         if not exports_inference():
-            # Names would be conditions of the graph: layers that are alike share one.
+            # Names would become guards, and layers that are alike could not share a graph.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
             record_scope(kind, weights, autocast_stack().scope.enabled)
 
@@ -270,7 +275,7 @@ class TransformerEngineBaseModule(
         built = self._quantizers_in(scope, any(needs), x.device)
         quantizers = built.gemms
         if _is_compiling() and process_state().inspector is not None:
-            # A session is a new object, so this is traced again.
+            # Each session is a new object, so code is traced again for it.
             quantizers = process_state().inspector.in_graph(self, quantizers, x.device, dtype)
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)

@@ -1,4 +1,8 @@
-"""Gradients of weights and biases that `backward_dw` computes, some time after the backward."""
+"""Gradients of weights and biases that `backward_dw` computes, some time after the backward.
+
+Pipeline schedules use this to fill idle time: the backward computes only the gradient of the input,
+which the previous stage waits for.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ class DelaysGradients:
     """Base of modules with `delay_wgrad_compute`.
 
     Attributes:
-        delay_wgrad_compute: the backward leaves the gradients of weights and of the biases that
-            GEMMs add to `backward_dw`.
+        delay_wgrad_compute: the backward does not compute the gradients of weights, and of biases
+            that are added by GEMMs: `backward_dw` does.
     """
 
     chain: Chain
@@ -25,11 +29,11 @@ class DelaysGradients:
     _hooks_of_gradients: tuple[Callable[[], Any], ...] = ()
 
     def gemm_parameters(self) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-        """Names of the weights, and of the biases, of each GEMM; parts of one are in order."""
+        """Names of the weights, and of the biases, of each GEMM; those of parts are in order."""
         raise NotImplementedError
 
     def need_backward_dw(self) -> bool:
-        """Whether `backward_dw` must be called, which is `delay_wgrad_compute`."""
+        """Whether `backward_dw` must be called; the same as `delay_wgrad_compute`."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
@@ -72,7 +76,7 @@ class DelaysGradients:
         return any([p is not None and p.requires_grad for p in found])
 
     def _add(self, whole: torch.Tensor, names: Sequence[str]) -> None:
-        """Add what is the gradient of parameters one behind the other."""
+        """Split the gradient of a whole weight or bias, and add its parts to the parameters'."""
         parameters = [self._own(name) for name in names]
         parts = whole.split([p.shape[0] for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):

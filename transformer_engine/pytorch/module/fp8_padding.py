@@ -1,7 +1,7 @@
-"""`Fp8Padding` and `Fp8Unpadding`: zero rows behind each part of the rows, and without them again.
+"""`Fp8Padding` and `Fp8Unpadding`: add zero rows behind each part of the rows, and remove them.
 
-`GroupedLinear` pads within, where it must; these are for programs that pad once around several
-layers.
+FP8 GEMMs need numbers of rows that are multiples of 16. `GroupedLinear` pads by itself where it
+must; these modules are for programs that pad once around several layers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformer_engine.pytorch.module.inputs import check_tensors
 
 
 class _Padding(nn.Module):
-    """What both directions share.
+    """Base of both modules.
 
     Args:
         num_gemms: number of parts.
-        align_size: the padded parts have multiples of so many rows; None is what FP8 wants, 16.
+        align_size: rows of a padded part are a multiple of it; None is what FP8 needs, 16.
 
     Raises:
-        ValueError: no parts, or no positive size.
+        ValueError: `num_gemms` or `align_size` below 1.
     """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
@@ -55,10 +55,10 @@ class Fp8Padding(_Padding):
 
     Args:
         num_gemms: number of parts.
-        align_size: rows of a padded part are a multiple of it; None is what FP8 wants, 16.
+        align_size: rows of a padded part are a multiple of it; None is what FP8 needs, 16.
 
     Raises:
-        ValueError: no parts, or no positive size.
+        ValueError: `num_gemms` or `align_size` below 1.
 
     >>> padded, splits = Fp8Padding(2)(torch.ones(5, 8), [3, 2])
     >>> padded.shape, splits
@@ -73,7 +73,7 @@ class Fp8Padding(_Padding):
             m_splits: rows of each part, in order.
 
         Returns:
-            `(padded, sizes of its parts)`; `inp` itself where nothing is missing.
+            `(padded, rows of its parts)`; `inp` itself where no rows are missing.
         """
         self._check(inp, m_splits, sum(m_splits))
         padded = self._padded(m_splits)
@@ -86,14 +86,14 @@ class Fp8Padding(_Padding):
 
 
 class Fp8Unpadding(_Padding):
-    """Takes away what `Fp8Padding` has added.
+    """Removes the rows that `Fp8Padding` has added.
 
     Args:
         num_gemms: number of parts.
-        align_size: of that `Fp8Padding`.
+        align_size: the `align_size` of that `Fp8Padding`.
 
     Raises:
-        ValueError: no parts, or no positive size.
+        ValueError: `num_gemms` or `align_size` below 1.
 
     >>> Fp8Unpadding(2)(torch.ones(32, 8), [3, 2]).shape
     torch.Size([5, 8])

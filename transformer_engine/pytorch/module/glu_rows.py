@@ -1,4 +1,4 @@
-"""Orders of the rows of a gated weight: halves, or blocks of both in turn."""
+"""Two orders of the rows of a gated weight: gate, then linear part; or blocks of both in turn."""
 
 from __future__ import annotations
 

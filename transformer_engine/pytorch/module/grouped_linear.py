@@ -44,7 +44,7 @@ _Part.__name__ = "GroupedLinear"  # messages name what users have made
 
 
 class _OfParts(Setting):
-    """The parts have the value."""
+    """A setting that is stored in the parts; all parts have the same value."""
 
     def __get__(self, module: Any, owner: type) -> Any:
         return self if module is None else getattr(module.parts()[0], self._name)
@@ -63,7 +63,10 @@ def _of_parts() -> Any:
 
 
 class _SetsOfParts:
-    """The parameter sets of all parts, under the names that parameters have in the whole."""
+    """The parameter sets of all parts as one, under the names of the `GroupedLinear`'s parameters.
+
+    `weight3` here is `weight` of part 3.
+    """
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self._own = {
@@ -88,12 +91,12 @@ class _SetsOfParts:
 class GroupedLinear(TransformerEngineBaseModule):
     """Applies `y_i = x_i . A_i^T + b_i` to each part `x_i` of the rows of the input.
 
-    The layer of a mixture of experts: tokens are sorted by expert, and each expert has a weight of
-    its own. Part i behaves as a `Linear`: in FP8, in the statistics of the debugger (under the name
-    `<name>.gemm_<i>`), rows padded within.
+    This is the layer of a mixture of experts: tokens are sorted by expert, and each expert has its
+    own weight. Part i behaves like a `Linear` of the name `<name>.gemm_<i>`: it has its own FP8
+    scales and its own statistics in the debugger, and pads its rows where FP8 needs it.
 
-    Tensor parallel ranks hold a shard of each weight, by `parallel_mode`, and there are no
-    collectives here: the code that dispatches tokens to experts gathers inputs, and sums outputs of
+    Tensor parallel ranks hold a shard of each weight, by `parallel_mode`. The layer runs no
+    collectives: the code that dispatches tokens to experts gathers inputs, and sums outputs of
     row-parallel layers.
 
     Args:
@@ -103,11 +106,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         bias: learn additive biases.
         return_bias: return `(y without biases, list of biases)`.
         delay_wgrad_compute: see `Linear`.
-        sequence_parallel: see `Linear`; the input has the tokens of all ranks all the same.
+        sequence_parallel: see `Linear`; even then the input has the tokens of all ranks.
         tp_group: see `Linear`.
         tp_size: see `Linear`.
         parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
-            inputs, and its output is a part of a sum; None: the ranks do not share it.
+            inputs, and its output is a partial sum; None: the ranks do not share the layer.
         name: for messages, reports and the debugger.
         arguments: further arguments of `Linear`, all but `parameters_split` and those of overlap.
 
@@ -116,8 +119,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         bias0, bias1, ...: `[out_features]`, likewise.
 
     Raises:
-        ValueError: no parts, or what `Linear` refuses; a bias that ranks which share rows would all
-            add; arguments that switch overlap of communication on.
+        ValueError: no parts, or what `Linear` refuses; `parallel_mode="row"` with a bias that every
+            rank would add; arguments that switch overlap of communication on.
         TypeError: unknown arguments.
 
     >>> import torch
@@ -220,13 +223,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         return "_parts" in self.__dict__
 
     def rebuild_chain(self) -> None:
-        """Give the parts, which have the chains, the setting of the whole."""
+        """Pass `sequence_parallel` on to the parts, which have the chains."""
         self.ranks.sequence = self.sequence_parallel
         for part in self._parts:
             part.sequence_parallel = self.sequence_parallel
 
     def train(self, mode: bool = True) -> GroupedLinear:
-        """Set whether it is trained, as torch does: statistics keep evaluations apart."""
+        """Set the mode of the parts too: the debugger keeps statistics of evaluation separate."""
         for part in self._parts:
             part.train(mode)
         return super().train(mode)
@@ -236,7 +239,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return self._parts
 
     def _names(self) -> Iterable[tuple[Linear, str, str]]:
-        """Part, name of the parameter in it, and here; all weights first."""
+        """Part, name of a parameter in the part, name of the same parameter here; weights first."""
         for kind in ("weight", "bias") if self.use_bias else ("weight",):
             for i, part in enumerate(self._parts):
                 yield part, kind, f"{kind}{i}"
@@ -288,9 +291,10 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
     ) -> None:
-        """Load; of the entries in which Megatron-Core repeats the FP8 state, the first is enough.
+        """Load without the entries `_extra_state1`, ..., in which Megatron-Core repeats FP8 state.
 
-        Its hook, which runs later, would unpickle them.
+        The first entry is enough. A hook of Megatron-Core, which runs later, would unpickle the
+        others.
         """
         repeated = {f"{prefix}_extra_state{i}" for i in range(1, self.num_gemms)}
         own = {key: value for key, value in state_dict.items() if key not in repeated}
@@ -309,7 +313,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return self
 
     def _ints(self, m_splits: Any) -> list[int]:
-        """Numbers of rows, of any library; those of graphs stay symbols."""
+        """`m_splits` as a list of ints; symbolic sizes of compiled code stay symbols."""
         try:
             splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
             return [size if isinstance(size, int) else operator.index(size) for size in splits]
@@ -328,7 +332,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
         Args:
             inp: `(..., in_features)`; its leading sizes count as rows.
-            m_splits: how many rows each part gets, in order; zero is a number too.
+            m_splits: how many rows each part gets, in order; it may be zero.
             is_first_microbatch: as of `Linear`.
 
         Returns:

@@ -23,7 +23,8 @@ _Tensor, _strided = torch.Tensor, torch.strided
 LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
 Parameters = Sequence[torch.Tensor | None]
 Forward = TypeVar("Forward", bound=Callable[..., Any])
-# What errors of torch and of kernels say of tensors on other devices, without their names.
+# Words in errors of torch and of kernels about tensors on different devices, which do not say which
+# argument is meant.
 _OTHER_DEVICE = ("same device", "expected device", "meta")
 
 
@@ -46,21 +47,21 @@ def refuse_dtype(module: str, parameter: str, dtype: torch.dtype, layer: str | N
 
 
 def can_read(x: torch.Tensor) -> bool:
-    """Whether the host knows the elements: it waits for no device, and nothing is compiled."""
+    """Whether the host can read elements at once: a plain CPU tensor, outside of compilation."""
     if type(x) is not _Tensor or x.device.type != "cpu":
         return False
     return not _is_compiling()
 
 
 def known_lengths(cu_seqlens: torch.Tensor) -> list[int]:
-    """The lengths of sequences; none where the host does not know them."""
+    """The lengths of sequences; an empty list where the host cannot read them."""
     return cu_seqlens.diff().tolist() if can_read(cu_seqlens) else []
 
 
 def check_rise(
     op: str, parameter: str, cu_seqlens: torch.Tensor, tokens: int | None = None
 ) -> None:
-    """Check that sequences begin at 0, and end within the tokens; of CPU tensors alone."""
+    """Check that sequences begin at 0, and end within the tokens; for CPU tensors only."""
     if not can_read(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
@@ -95,7 +96,7 @@ def check_plain(op: str, layer: str | None = None, /, **values: torch.Tensor) ->
 def check_hidden(
     module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
 ) -> None:
-    """Raise unless this is hidden states, or an encoder's output, in a format like `sbhd`."""
+    """Raise unless `x` has the shape of hidden states in a format such as `sbhd`."""
     if type(x) is not _Tensor or x.layout is not _strided:
         _check_input(module, parameter, x)
     shape = x.shape
@@ -121,8 +122,8 @@ def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
 
 
 def _check_input(module: nn.Module, parameter: str, x: torch.Tensor) -> None:
-    """Raise TypeError unless kernels can read it: parameters, and tensors in FP8, are fine, too."""
-    of_ranks = is_dtensor(x) and not isinstance(x, QuantizedTensor)  # whose pieces have to_local
+    """Raise TypeError unless kernels can read the input; parameters and FP8 tensors are allowed."""
+    of_ranks = is_dtensor(x) and not isinstance(x, QuantizedTensor)  # FP8 pieces have to_local too
     if not isinstance(x, _Tensor) or x.layout is not _strided or of_ranks:
         refuse_input(type(module).__name__, parameter, x, module.name)  # type: ignore[arg-type]
 
@@ -137,7 +138,7 @@ def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> 
 
 
 def check_devices(op: str, layer: str | None = None, /, **values: object) -> None:
-    """Raise ValueError unless all tensors among these arguments are where the first of them is."""
+    """Raise ValueError unless all tensors among these arguments are on one device."""
     lists = [(name, x if isinstance(x, tuple | list) else (x,)) for name, x in values.items()]
     placed = [(name, x.device) for name, xs in lists for x in xs if isinstance(x, _Tensor)]
     for name, device in placed[1:]:
@@ -179,7 +180,7 @@ def _name_of(module: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def names_layer(forward: Forward) -> Forward:
-    """Add the name of the layer to errors that a `forward` raises, and say what is elsewhere."""
+    """Decorate a `forward`: errors name the layer, and an argument that is on another device."""
 
     @functools.wraps(forward)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:

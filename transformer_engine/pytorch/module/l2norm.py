@@ -1,4 +1,8 @@
-"""`L2Normalization`: y = x / sqrt(sum(x^2) + eps)."""
+"""`L2Normalization`: y = x / sqrt(sum(x^2) + eps).
+
+The stage of RMSNorm computes it. With n elements, sum(x^2) + eps = n (mean(x^2) + eps / n), so y is
+RMSNorm with eps / n and a constant gamma of 1 / sqrt(n).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,6 @@ from transformer_engine.pytorch.module.single_stage import SingleStageModule
 @joins_chains
 class L2Normalization(SingleStageModule):
     """Scale to length 1 over the last axis, in fp32. It has no parameters.
-
-    A root mean square norm is the same but for the number of elements: `eps` is divided by it, and
-    gamma by its root.
 
     Args:
         hidden_size: size of the last axis.
@@ -53,7 +54,7 @@ class L2Normalization(SingleStageModule):
         return like.dtype, (self._gamma(like), None)
 
     def _gamma(self, like: torch.Tensor) -> torch.Tensor:
-        """Gamma, cached by device. In graphs, which own their memory, it is made in each call."""
+        """Gamma, cached by device. Compiled and captured graphs make it in each call instead."""
         compiling = torch.compiler.is_compiling() or type(like) is not torch.Tensor
         known = None if compiling else self._gammas.get(like.device)
         if known is not None:
@@ -62,7 +63,7 @@ class L2Normalization(SingleStageModule):
         if compiling or is_capturing():
             return like.new_full(size, value, dtype=torch.float32)
         with torch.inference_mode(False):
-            # Copied from the host, it is there for every stream before the host goes on.
+            # A copy from pageable memory blocks the host, so gamma is ready for every stream.
             gamma = torch.full(size, value, dtype=torch.float32, device="cpu").to(like.device)
         self._gammas[like.device] = gamma
         return gamma

@@ -13,7 +13,7 @@ class LayerNorm(NormModule):
     Args:
         hidden_size: size of the last axis.
         eps: added to the variance.
-        sequence_parallel: noted on the parameters for data-parallel trainers.
+        sequence_parallel: set as an attribute of the parameters, which data-parallel trainers read.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
@@ -24,7 +24,7 @@ class LayerNorm(NormModule):
             True.
 
     Raises:
-        ValueError: no size or two sizes.
+        ValueError: not exactly one of `hidden_size` and `normalized_shape`.
         NotImplementedError: sizes of several axes; a norm without parameters.
 
     >>> import torch

@@ -1,4 +1,7 @@
-"""`LayerNormLinear`: a norm and a Linear in one chain, so that the norm emits FP8 itself."""
+"""`LayerNormLinear`: a norm and a Linear in one chain.
+
+In FP8 the kernel of the norm writes the FP8 input of the GEMM, which saves a pass over memory.
+"""
 
 from __future__ import annotations
 
@@ -47,24 +50,24 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         init_method: called as `init_method(weight)`; None is a normal with deviation 0.023.
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         return_layernorm_output: also return the output of the norm.
-        return_layernorm_output_gathered: return that of all ranks' tokens, with
-            `sequence_parallel`.
+        return_layernorm_output_gathered: with `sequence_parallel`, return the norm's output for
+            the tokens of all ranks.
         return_input: also return the input, for a residual connection: the gradient that comes back
             on it is added inside the norm's backward. Not with `return_layernorm_output`.
         parameters_split: see `Linear`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
         sequence_parallel: outside the parallel region each rank has its part of the tokens, along
-            the first axis: gathered before a column-parallel GEMM, scattered after a row-parallel.
+            the first axis; they are gathered before the column-parallel GEMM.
         tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
             first forward.
         tp_size: how many ranks that group has.
-        parallel_mode: None or `"column"`: each rank has some of the outputs. A norm cannot be
-            shared as `"row"` would ask.
+        parallel_mode: None or `"column"`: each rank has some of the outputs. `"row"` is not
+            possible, because the norm needs all features of a token.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; not with a weight
             that `parameters_split` splits.
         delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
-            computes those of weights and of biases when it is called, once for each backward.
+            computes those of weights and biases, and must be called once for each backward.
         return_bias: return the bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -72,8 +75,8 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, splits, modes, norms or devices that cannot be.
-        TypeError: unknown arguments; sizes, dtypes, devices, names or functions that are none.
+        ValueError: invalid sizes, splits, modes, norms or devices.
+        TypeError: unknown arguments; sizes, dtypes, devices, names or functions of other types.
         RuntimeError: a GPU that torch does not see.
         NotImplementedError: `parallel_mode="row"`.
 
@@ -182,7 +185,7 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
 
         Raises:
             ValueError: a last size other than `in_features`; an input on another device.
-            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+            TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
         """
         parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

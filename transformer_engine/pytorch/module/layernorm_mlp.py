@@ -1,4 +1,7 @@
-"""`LayerNormMLP`: norm, FC1, activation and FC2 in one chain."""
+"""`LayerNormMLP`: norm, FC1, activation and FC2 in one chain.
+
+In FP8 the kernels of the norm and of the activation write the FP8 inputs of the GEMMs.
+"""
 
 from __future__ import annotations
 
@@ -56,42 +59,42 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         activation: gelu, geglu, qgelu, qgeglu, relu, reglu, srelu (or squared_relu), sreglu, silu,
             swiglu, clamped_swiglu or glu.
-        activation_params: of clamped_swiglu, see `ops.ClampedSwiGLU`: a dict of `limit` (7.0),
-            `alpha` (1.702) and `glu_linear_offset` (1.0).
-        init_method: of FC1's weight; None is a normal with deviation 0.023.
-        output_layer_init_method: of FC2's weight; likewise.
+        activation_params: settings of clamped_swiglu, see `ops.ClampedSwiGLU`: a dict with `limit`
+            (7.0), `alpha` (1.702) and `glu_linear_offset` (1.0).
+        init_method: for FC1's weight; None is a normal with deviation 0.023.
+        output_layer_init_method: for FC2's weight; likewise.
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         return_layernorm_output: also return the output of the norm.
-        return_layernorm_output_gathered: return that of all ranks' tokens, with
-            `sequence_parallel`.
+        return_layernorm_output_gathered: with `sequence_parallel`, return the norm's output for
+            the tokens of all ranks.
         return_input: also return the input, for a residual connection: the gradient that comes back
             on it is added inside the norm's backward. Not with `return_layernorm_output`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
         set_parallel_mode: the ranks of `tp_group` share the layer: FC1 is column parallel, FC2 row
-            parallel. Without it every rank has all of it.
+            parallel. Without this flag every rank has the whole layer.
         sequence_parallel: outside the parallel region each rank has its part of the tokens, along
-            the first axis: gathered before a column-parallel GEMM, scattered after a row-parallel.
+            the first axis; they are gathered before FC1, and FC2's sums are scattered.
         tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
             first forward.
         tp_size: how many ranks that group has.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
         delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
-            computes those of weights and of biases when it is called, once for each backward.
+            computes those of weights and biases, and must be called once for each backward.
         return_bias: return FC2's bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
         seq_length: accepted for older scripts (nothing is compiled just in time).
         micro_batch_size: likewise.
         name: for messages, reports and the debugger; the GEMMs are `<name>.fc1`, `<name>.fc2`.
-        checkpoint: keep nothing but the input for the backward, which computes the rest again:
-            gradients are the same, bit for bit. It may be set at any time.
+        checkpoint: save only the input; the backward computes the rest again. Gradients are the
+            same, bit for bit. It may be set at any time.
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: norms, sizes, devices or parameters of activations that cannot be.
-        TypeError: unknown arguments; sizes, numbers, dtypes, devices, names or functions that are
-            none.
+        ValueError: invalid norms, sizes, devices or parameters of activations.
+        TypeError: unknown arguments; sizes, numbers, dtypes, devices, names or functions of other
+            types.
         RuntimeError: a GPU that torch does not see.
         NotImplementedError: unknown activations.
 
@@ -237,7 +240,7 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
 
         Raises:
             ValueError: a last size other than `hidden_size`; an input on another device.
-            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+            TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
         """
         if self.checkpoint and torch.is_grad_enabled() and not exporting():
             return checkpoint(

@@ -85,28 +85,29 @@ class Linear(SingleGemmModule):
             along dim 0 into parameters `<name>_weight`, `<name>_bias`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
         sequence_parallel: outside the parallel region each rank has its part of the tokens, along
-            the first axis: gathered before a column-parallel GEMM, scattered after a row-parallel.
+            the first axis; they are gathered before a column-parallel GEMM, and the sums of a
+            row-parallel GEMM are scattered.
         tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
             first forward.
         tp_size: how many ranks that group has.
         parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
-            inputs, and outputs are summed over the ranks; None: the ranks do not share it.
+            inputs, and outputs are summed over the ranks; None: the ranks do not share the layer.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; not with a weight
             that `parameters_split` splits.
         delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
-            computes those of weights and of biases when it is called, once for each backward.
+            computes those of weights and biases, and must be called once for each backward.
         return_bias: return `(y without bias, bias)`.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
-        save_original_input: for the backward, keep the input as it came and cast it again, instead
-            of keeping its FP8 copy: less memory where others keep the input too. Not with delayed
-            scaling. It may be set at any time.
+        save_original_input: save the input itself for the backward, which casts it again, instead
+            of its FP8 copy. This takes less memory where another module saves the input anyway.
+            Not with delayed scaling. It may be set at any time.
         name: for messages, reports and the debugger.
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, splits, modes or devices that cannot be.
-        TypeError: unknown arguments; sizes, dtypes, devices, names or functions that are none.
+        ValueError: invalid sizes, splits, modes or devices.
+        TypeError: unknown arguments; sizes, dtypes, devices, names or functions of other types.
         RuntimeError: a GPU that torch does not see.
 
     >>> import torch
@@ -180,8 +181,8 @@ class Linear(SingleGemmModule):
 
         Args:
             inp: `(..., in_features)`, fp32, fp16 or bf16.
-            is_first_microbatch: True casts and keeps the FP8 weight, False uses what was kept,
-                None casts it for this call only.
+            is_first_microbatch: True casts the weight to FP8 and caches the result, False uses the
+                cached one, None casts the weight for this call only.
 
         Returns:
             `(..., out_features)`, and with `return_bias` the bias (or None). With several ranks
@@ -190,7 +191,7 @@ class Linear(SingleGemmModule):
 
         Raises:
             ValueError: a last size other than `in_features`; an input on another device.
-            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+            TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
         """
         parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

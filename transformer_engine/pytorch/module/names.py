@@ -1,4 +1,4 @@
-"""Names of layers that were given none."""
+"""Default names of layers, and checks of names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def layer_name(name: str | None, kind: str = "layer") -> str:
     """`name`, or `Layer_1`, `Layer_2`, ... in the order in which unnamed layers are made.
 
     Raises:
-        TypeError: a name that is no str; `kind` is for the message.
+        TypeError: a name that is not a str; `kind` is for the message.
     """
     check_name(name, kind)
     return name or f"Layer_{next(_UNNAMED)}"

@@ -1,4 +1,4 @@
-"""`NormModule`, the base of LayerNorm and RMSNorm."""
+"""`NormModule`, the base of LayerNorm and RMSNorm, and what modules with a norm share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def norm_parameters(
 
 
 def check_normalization(kind: str, module: str) -> str:
-    """Unsupported kinds are named together with the supported ones."""
+    """Return the kind of norm; raise ValueError unless it is supported."""
     if kind not in ("LayerNorm", "RMSNorm"):
         raise ValueError(
             f"[{module}] Unsupported normalization type {kind!r}: expected 'LayerNorm' or 'RMSNorm'"
@@ -56,7 +56,7 @@ def check_normalization(kind: str, module: str) -> str:
 
 
 def checked_eps(module: Any, eps: float) -> float:
-    """The value of a setting `eps`. Raises TypeError unless it is a number."""
+    """Return the value of a setting `eps`; raise TypeError unless it is a number."""
     check_numbers(type(module).__name__, getattr(module, "name", None), eps=eps)
     return eps
 
@@ -78,7 +78,7 @@ class NormalizesFirst(Normalizes):
 
     Attributes:
         return_layernorm_output: also return the output of the norm.
-        return_layernorm_output_gathered: return that of all ranks' tokens.
+        return_layernorm_output_gathered: return the norm's output for the tokens of all ranks.
     """
 
     normalization: str
@@ -89,12 +89,12 @@ class NormalizesFirst(Normalizes):
     return_layernorm_output_gathered: bool = flag_setting()
 
     def fixed_settings(self) -> tuple[str, ...]:
-        """See `HasSettings`; layers around this one unpack what comes with the input."""
+        """See `HasSettings`. With `return_input`, outer layers rely on the number of results."""
         results = ("return_bias", "return_layernorm_output") if self._returns_input else ()
         return (*super().fixed_settings(), "normalization", *results)
 
     def _norm_stage(self, mode: str | None) -> tuple[Norm, bool]:
-        """The norm, and whether the chain returns its output after it was gathered."""
+        """The norm, and whether the chain returns the norm's output after gathering it."""
         returned = self.return_layernorm_output
         gathers = returned and self.return_layernorm_output_gathered
         gathers = gathers and mode == "column" and self.sequence_parallel
@@ -107,7 +107,7 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
 
     Attributes:
         ranks_with_other_heads: tensor parallel ranks that normalise other heads with the same
-            parameters, so that these have the sum of their gradients; None if there are none.
+            parameters, whose gradients are summed over these ranks; None if there are none.
     """
 
     kind: str
@@ -151,11 +151,12 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
             inp: `(..., hidden_size)`, fp32, fp16 or bf16.
 
         Returns:
-            The shape of `inp`, in the dtype of the weight (of autocast where that is active).
+            A tensor of the shape of `inp`, in the dtype of the weight (of `torch.autocast` where
+            that is active).
 
         Raises:
             ValueError: another last size; an input on another device.
-            TypeError: no tensor, or another dtype.
+            TypeError: not a tensor, or another dtype.
         """
         check_features(self, inp, self.hidden_size)
         if inp.dtype not in HIGH_PRECISION:
@@ -181,7 +182,7 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
 
 
 def _check_others(kind: type[NormModule], others: dict[str, Any]) -> None:
-    """Keywords of torch's norms that say what is so anyway, and one that only tunes kernels."""
+    """Accept keywords of torch's norms with their default, and `sm_margin`, which has no effect."""
     for name in ("bias", "elementwise_affine"):
         if not others.pop(name, True):
             raise NotImplementedError(

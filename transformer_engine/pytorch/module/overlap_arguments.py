@@ -1,4 +1,8 @@
-"""The `ub_*` arguments of modules, old names and new, and others that tune communication."""
+"""The `ub_*` arguments of modules, in old and new names, and others that tune communication.
+
+They ask that a collective of tensor parallelism overlaps with the GEMM beside it. The arguments
+become an `Overlap`, which the stages of the chain read.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ _GATHERS = ("ub_overlap_ag", "ub_split_ag", "ub_atomic_gemm_ag")
 _SCATTERS = ("ub_overlap_rs", "ub_split_rs", "ub_atomic_gemm_rs")
 _SCATTERS_GRADS = "ub_overlap_rs_dgrad"
 _SWITCH = "ub_tp_comm_overlap"  # of a TransformerLayer
-# What they ask for happens in any case: dgrad's collective runs beside the GEMM of wgrad, and the
-# input is gathered again beside that of dgrad.
+# These have no effect: in any case dgrad's collective runs during the GEMM of wgrad, and the input
+# is gathered again during the GEMM of dgrad.
 _ALWAYS = ("ub_bulk_dgrad", "ub_bulk_wgrad")
-# The attributes that say what `Overlap` does, in its order.
+# Attributes of modules that show the fields of `Overlap`, in the same order.
 _ATTRIBUTES = (
     "ub_overlap_ag_fprop",
     "ub_overlap_rs_fprop",
@@ -76,10 +80,10 @@ def keep_overlap(
     """Keep the `ub_*` arguments of a module, also as the attributes that trainers read.
 
     Args:
-        module: that has its `sequence_parallel`.
+        module: the module, whose `sequence_parallel` is set already.
         asked: returned by `overlap_arguments`.
         others: the further keywords of the constructor.
-        modes: `parallel_mode` of its GEMMs.
+        modes: `parallel_mode` of each GEMM of the module.
     """
     module._overlap_asked, module.ub_name = asked, asked.name
     module.ub_overlap_ag, module.ub_overlap_rs = asked.gathers, asked.scatters
@@ -88,7 +92,7 @@ def keep_overlap(
 
 
 def _wanted(module: Any, asked: OverlapArguments, modes: Sequence[str | None]) -> Overlap:
-    """Nothing overlaps without sequence parallelism."""
+    """The collectives that will overlap; none without sequence parallelism."""
     if not module.sequence_parallel:
         return NO_OVERLAP
     return asked.overlap("column" in modes, "row" in modes)
@@ -98,8 +102,8 @@ def request_overlap(module: Any, *modes: str | None, named: bool = False) -> Non
     """Tell the ranks of a module whether they share tokens, and which collectives overlap.
 
     Args:
-        module: after `keep_overlap`.
-        modes: `parallel_mode` of its GEMMs.
+        module: the module, after `keep_overlap`.
+        modes: `parallel_mode` of each GEMM of the module.
         named: `ub_name` is required if anything overlaps.
 
     Raises:

@@ -42,10 +42,10 @@ class SharedLinear:
 
     Args:
         mode: `column`, `row` or None.
-        ranks: that share it.
-        out_sections: sizes of sections along the outputs of the whole weight, which ranks divide
-            one by one; () for one section.
-        delays: `backward_dw` computes the gradients of its parameters.
+        ranks: the ranks that share the layer.
+        out_sections: sizes of sections along the outputs of the whole weight, such as query, key
+            and value; each section is divided among the ranks. () stands for one section.
+        delays: `backward_dw` computes the gradients of the parameters.
         joins: add collectives; otherwise the caller gathers inputs and sums outputs.
     """
 
@@ -84,8 +84,8 @@ class SharedLinear:
         """The bias: a shard, or replicated with gradients from the rank's own tokens.
 
         Args:
-            name: of the parameter.
-            size: on each rank.
+            name: the name of the parameter.
+            size: the size on each rank.
             announced: set the attribute `sequence_parallel` of a replicated bias.
         """
         attributes: dict[str, Any] = {}

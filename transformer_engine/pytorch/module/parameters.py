@@ -34,7 +34,7 @@ def default_init_method(weight: torch.Tensor) -> None:
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
-    """None: a `torch.device` context if one is active, else cuda where there is one, else cpu."""
+    """The device; for None that of an active `torch.device` context, else cuda if any, else cpu."""
     if device is not None:
         return torch.device(device)
     if default_device_is_set() or not torch.cuda.is_available():
@@ -86,7 +86,7 @@ class ParameterSet:
     def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self._tracker = get_rng_state_tracker
         self._specs: list[ParameterSpec] = []
-        self.init = model_init()  # in which scope modules are made
+        self.init = model_init()  # settings of the quantized_model_init that is active now
 
     def create(
         self,
@@ -172,7 +172,7 @@ class ParameterSet:
                 self._initialise(spec, parameter)
 
     def _reset_piece(self, module: nn.Module, spec: ParameterSpec, parameter: Any) -> None:
-        """`reset`, of a parameter that `fully_shard` has cut."""
+        """`reset` for a parameter that `fully_shard` has cut."""
         if parameter.is_meta:
             device = parameter.device_mesh.device_type
             made = _registered(module, spec, fp8_weights.materialised(parameter, device))
@@ -189,8 +189,8 @@ class ParameterSet:
 def _draws_whole(tracker: Any) -> bool:
     """Whether each rank draws the whole parameter and takes its shard.
 
-    Then ranks with equal seeds have the shards of what one process would draw. Trackers of trainers
-    have a different seed on each rank, and draw shards.
+    With equal seeds, ranks then have the shards of the parameter that one process would draw.
+    Trackers of trainers have a different seed on each rank: there each rank draws its shard.
     """
     return tracker is None or type(tracker) is CudaRNGStatesTracker
 
@@ -223,9 +223,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _registered(module: nn.Module, spec: ParameterSpec, parameter: Any) -> Any:
-    """The parameter that the module has, once this one was registered, with its attributes.
+    """Register a parameter; return what the module then has, with the attributes of the spec.
 
-    `accelerate.init_empty_weights` makes another one of it, on meta, which takes no attributes.
+    `accelerate.init_empty_weights` replaces it by another one, on meta, without attributes.
     """
     module.register_parameter(spec.name, parameter)
     return _with_attributes(module._parameters[spec.name], spec)
@@ -238,20 +238,20 @@ def _with_attributes(parameter: Any, spec: ParameterSpec) -> Any:
 
 
 def _carry_over(parameter: torch.Tensor, other: Any) -> Any:
-    """The other one, with whether it is trained and the attributes that users set from this one."""
+    """Copy `requires_grad` and attributes that users have set from `parameter` to `other`."""
     vars(other).update(attributes_beside(parameter, other))
     return other.requires_grad_(parameter.requires_grad)
 
 
 def sections_of(split: Split) -> Sequence[int]:
-    """Sizes of the sections of a parameter that ranks divide one by one; () if split by names."""
+    """Sizes of sections, each of which ranks divide; () where `split` gives names of parameters."""
     if isinstance(split, list) and all(isinstance(size, int) for size in split):
         return split
     return ()
 
 
 def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
-    """Name to size along dim 0; trailing underscores of names are dropped. `{}` for no split."""
+    """Sizes along dim 0 by name, without trailing underscores of the names; `{}` for no split."""
     if split is None or sections_of(split):
         return {}
     names = _part_names(split, layer)
@@ -273,7 +273,7 @@ def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
 
 
 def _part_names(split: Any, layer: str) -> list[str]:
-    """Without trailing underscores.
+    """The names of the parts, without trailing underscores.
 
     Raises:
         TypeError: neither names nor a mapping of names.
@@ -295,7 +295,7 @@ def _part_names(split: Any, layer: str) -> list[str]:
 
 
 def matrices_of(module: nn.Module, own: ParameterSet) -> list[torch.Tensor]:
-    """The weights of a module; of a part that ranks share the whole, too, on meta."""
+    """The weights of a module; behind each shard also a meta tensor of the shape of the whole."""
     found: list[torch.Tensor] = []
     for name, parameter in module._parameters.items():
         if parameter is None or parameter.ndim != 2:
@@ -311,15 +311,15 @@ Names = tuple[str | None, ...]
 
 
 def names_in(specs: Sequence[ParameterSpec], *names: str) -> Names:
-    """These names, with None for those that are no parameter."""
+    """These names, with None in place of those that are not among the specs."""
     there = {spec.name for spec in specs}
     return tuple([name if name in there else None for name in names])
 
 
 def tensors_of(module: nn.Module, names: Names) -> list[torch.Tensor | None]:
-    """The parameters of a module, None for None.
+    """The parameters of a module, with None for each None.
 
-    What torch.nn.utils.parametrize and its like compute instead of one is an attribute alone.
+    Tensors that torch.nn.utils.parametrize computes instead are found as attributes only.
     """
     own = module._parameters
     try:
@@ -385,9 +385,9 @@ class SplitLinearParameters:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts along dim 0; without autograd it still says whether they need a gradient.
+    """Concatenate the parts along dim 0; `requires_grad` is kept where autograd is off.
 
-    The first forward of a checkpoint, which runs without, prepares what their backward will read.
+    The first forward of a checkpoint runs so, and needs the flag to prepare for the backward.
     """
     whole = torch.cat([*parts])
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):

@@ -1,4 +1,8 @@
-"""Settings: attributes that decide how a chain is built, and may be set at any time."""
+"""Settings: attributes that decide how a chain is built, and may be set at any time.
+
+A `Setting` is a descriptor in the class. Setting another value checks it and builds the chain of
+the module anew, so that the value takes effect in the next call.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ class HasSettings:
     """Base of modules with settings."""
 
     def is_built(self) -> bool:
-        """Whether the constructor has built what settings decide."""
+        """Whether the constructor has built the chain, or the parts that have chains."""
         return "chain" in self.__dict__
 
     def rebuild_chain(self) -> None:
@@ -31,7 +35,8 @@ class HasSettings:
     def __setattr__(self, name: str, value: Any) -> None:
         """See `torch.nn.Module`. Raises where the value would have no effect.
 
-        Not for subclasses with a constructor of their own, which may mean attributes of their own.
+        Subclasses with their own constructor are not checked, because they may use the names for
+        other attributes.
         """
         if type(self).__init__.__module__.startswith("transformer_engine."):
             self._refuse_change(name, value)
@@ -54,7 +59,7 @@ class HasSettings:
             )
 
     def _refuse_registered(self, name: str, value: object) -> None:
-        """Torch would register it in place of the setting."""
+        """Raise TypeError for a parameter or module, which torch would store beside the setting."""
         registered = isinstance(value, nn.Module | nn.Parameter)
         if registered and isinstance(getattr(type(self), name, None), Setting):
             raise TypeError(
@@ -99,9 +104,9 @@ def _in_layer_of(module: Any) -> str:
 
 
 class Setting:
-    """The module has the value in its dict.
+    """A descriptor that keeps its value in the `__dict__` of the module, as `_setting_<name>`.
 
-    Not by the name of the attribute: torch 2.11 would trace a read of that without an end.
+    The key is not the name of the attribute: with that torch 2.11 would never end tracing a read.
     """
 
     def __init__(self, checked: Callable[[Any, Any], Any] | None, flag: bool) -> None:
@@ -136,7 +141,7 @@ class Setting:
             return
         try:
             module.rebuild_chain()
-        except Exception:  # no chain can be built
+        except Exception:  # no chain can be built with this value
             own[key] = before
             if before is self:
                 del own[key]
@@ -155,8 +160,7 @@ def setting(checked: Callable[[Any, Any], Any] | None = None) -> Any:
     """An attribute that decides how the chain of a module is built.
 
     Args:
-        checked: called with the module and a value that is set; returns what the module has then,
-            or raises.
+        checked: called with the module and a new value; returns the value to store, or raises.
     """
     return Setting(checked, flag=False)
 
@@ -167,7 +171,7 @@ def flag_setting(checked: Callable[[Any, bool], bool] | None = None) -> Any:
 
 
 def own_settings(module: nn.Module) -> dict[str, Any]:
-    """The settings of a module by name, without those that say how ranks share it."""
+    """The settings of a module by name, without those that say how ranks share the module."""
     kinds = type(module).__mro__
     names = {n for kind in kinds for n, one in vars(kind).items() if isinstance(one, Setting)}
     return {name: getattr(module, name) for name in names - {"parallel_mode", "sequence_parallel"}}

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.module.settings import BuildsChain
 
 
 class SingleStageModule(BuildsChain, nn.Module):
-    """A chain of one stage, with its plans."""
+    """A module that runs a chain of one stage, and caches the plans of calls."""
 
     __prepare_scriptable__ = refuse_scripting
 

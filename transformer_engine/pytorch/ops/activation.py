@@ -1,6 +1,7 @@
-"""Activations as operations: what `LayerNormMLP` calls by name.
+"""The activations of `LayerNormMLP` as operations.
 
-Gated ones halve the last axis: `act(first half) * second half`. They compute in fp32.
+Gated activations halve the last axis: `act(a) * b`, where `a` is the first half and `b` the second.
+All compute in fp32.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
 class _Activation(SingleStageModule, FusibleOperation):
-    """An activation without parameters; the result has the dtype of the input, or autocast's.
+    """Base of activations; the result has the dtype of the input, or that of `torch.autocast`.
 
     Args:
-        cache_quantized_input: keep the input for the backward in FP8; not implemented.
+        cache_quantized_input: save the input for the backward in FP8; not implemented.
 
     Raises:
         NotImplementedError: `cache_quantized_input=True`.
@@ -48,7 +49,7 @@ class _Activation(SingleStageModule, FusibleOperation):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it.
+        """Apply the activation.
 
         Args:
             x: `(..., n)`, fp32, fp16 or bf16; `n` is even for gated kinds.
@@ -82,7 +83,7 @@ class GEGLU(_Activation):
 
 
 class GLU(_Activation):
-    """`sigmoid(a) * b`. `torch.nn.functional.glu` has the halves the other way round.
+    """`sigmoid(a) * b`. `torch.nn.functional.glu` takes the halves in the opposite order.
 
     >>> GLU()(torch.tensor([0.0, 3.0]))
     tensor([1.5000])
@@ -138,13 +139,13 @@ class SwiGLU(_Activation):
 
     Args:
         cache_quantized_input: as in all activations.
-        glu_interleave_size: None: `a` is the first half of the last axis. Else the axis is blocks
-            of this size, of `a` and of `b` by turns.
+        glu_interleave_size: None: `a` is the first half of the last axis. Else the axis consists of
+            blocks of this size, which belong to `a` and `b` in turn.
 
     Raises:
         NotImplementedError: `cache_quantized_input=True`.
         ValueError: a block size below 1.
-        TypeError: a block size that is none.
+        TypeError: a block size that is not an int.
 
     >>> SwiGLU()(torch.tensor([1.0, 2.0]))
     tensor([1.4621])
@@ -161,7 +162,7 @@ class SwiGLU(_Activation):
         self.glu_interleave_size = glu_interleave_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it.
+        """Apply the activation.
 
         Args:
             x: `(..., n)`, fp32, fp16 or bf16; `n` is even, and divisible by twice the block size.
@@ -171,7 +172,7 @@ class SwiGLU(_Activation):
 
         Raises:
             ValueError: a last size that does not fit.
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         block = self.glu_interleave_size
         if block is None:
@@ -186,16 +187,16 @@ class SwiGLU(_Activation):
 
 
 class ScaledSwiGLU(SwiGLU):
-    """`silu(a) * b`, each row times its scale: what experts do with the probabilities of tokens.
+    """`silu(a) * b`, with each row multiplied by a scale, which is an extra input.
 
-    It takes an extra input, the scales.
+    In a mixture of experts, the scales are the probabilities of tokens.
 
     Args:
         glu_interleave_size: see `SwiGLU`.
 
     Raises:
         ValueError: a block size below 1.
-        TypeError: a block size that is none.
+        TypeError: a block size that is not an int.
 
     >>> ScaledSwiGLU()(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([1.0, 0.5]))
     tensor([[1.4621],
@@ -208,7 +209,7 @@ class ScaledSwiGLU(SwiGLU):
         super().__init__(glu_interleave_size=glu_interleave_size)
 
     def forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Apply it.
+        """Apply the activation.
 
         Args:
             x: see `SwiGLU`.
@@ -219,7 +220,7 @@ class ScaledSwiGLU(SwiGLU):
 
         Raises:
             ValueError: shapes that do not fit.
-            TypeError: no dense tensors.
+            TypeError: arguments that are not dense tensors.
         """
         check_tensors("ScaledSwiGLU", scales=scales)
         if isinstance(x, torch.Tensor) and scales.shape != x.shape[:-1]:
@@ -234,8 +235,8 @@ class ScaledSwiGLU(SwiGLU):
 class ClampedSwiGLU(_Activation):
     """`g * sigmoid(alpha g) * (h + glu_linear_offset)` with both halves clamped, as in gpt-oss.
 
-    `g` is the first half, at most `limit`; `h` the second, from `-limit` to `limit`. Gradients are
-    zero where a half is cut off.
+    `g` is the first half, clamped to at most `limit`; `h` is the second half, clamped to `-limit`
+    to `limit`. Gradients are zero where a value was clamped.
 
     Args:
         limit: above 0.
@@ -244,8 +245,8 @@ class ClampedSwiGLU(_Activation):
         cache_quantized_input: as in all activations.
 
     Raises:
-        TypeError: numbers that are none.
-        ValueError: numbers that cannot be.
+        TypeError: arguments that are not numbers.
+        ValueError: numbers out of range.
 
     >>> ClampedSwiGLU(alpha=1.0)(torch.tensor([0.0, 20.0, 5.0, 2.0]))
     tensor([ 0.0000, 20.9809])

@@ -26,14 +26,14 @@ from transformer_engine.pytorch.parallel.groups import check_group, group_size
 
 
 class _Collective(FusibleOperation):
-    """What they share: the group.
+    """Base of the collectives, which holds the process group.
 
     Args:
-        process_group: of the ranks that take part; None is all ranks. Copies of the operation work
-            with the same group, one that was saved has none.
+        process_group: the ranks that take part; None is all ranks. Copies of the operation have the
+            same group; an operation that was pickled has None.
 
     Raises:
-        TypeError: no process group.
+        TypeError: not a process group.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -64,10 +64,10 @@ class AllGather(_Collective):
     """Concatenates the tensors of all ranks along the first axis.
 
     Args:
-        process_group: of these ranks; None is all ranks.
+        process_group: these ranks; None is all ranks.
 
     Raises:
-        TypeError: no process group.
+        TypeError: not a process group.
 
     >>> AllGather()(torch.ones(2, 3)).shape  # one rank alone
     torch.Size([2, 3])
@@ -84,7 +84,7 @@ class AllGather(_Collective):
 
         Raises:
             ValueError: no axis to gather along.
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         group, ranks = self._group(x)
         return x if ranks == 1 else _Exchange.apply(x, group, all_gather, reduce_scatter)
@@ -94,28 +94,28 @@ class ReduceScatter(_Collective):
     """This rank's rows of the sum over the ranks.
 
     Args:
-        process_group: of these ranks; None is all ranks.
+        process_group: these ranks; None is all ranks.
 
     Raises:
-        TypeError: no process group.
+        TypeError: not a process group.
 
     >>> ReduceScatter()(torch.ones(2, 3)).shape  # one rank alone
     torch.Size([2, 3])
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum and scatter; the gradient is that of all ranks, gathered.
+        """Sum and scatter; the backward gathers the gradients of all ranks.
 
         Args:
-            x: `(rows, ...)`, of one shape and dtype on all ranks; `rows` is a multiple of their
-                number.
+            x: `(rows, ...)`, of one shape and dtype on all ranks; the number of ranks divides
+                `rows`.
 
         Returns:
             `(rows / ranks, ...)`.
 
         Raises:
             ValueError: rows that cannot be shared.
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         group, ranks = self._group(x)
         if x.shape[0] % ranks:
@@ -128,15 +128,15 @@ class ReduceScatter(_Collective):
 class AllReduce(_Collective):
     """The sum over the ranks.
 
-    All ranks are expected to go on with it in the same way: the gradient, equal on all of them, is
-    handed back as it is.
+    All ranks must use the sum in the same way, so that its gradient is equal on all ranks: the
+    backward passes this gradient on without communication.
 
     Args:
-        process_group: of these ranks; None is all ranks.
+        process_group: these ranks; None is all ranks.
         reduce_in_backward: has no effect.
 
     Raises:
-        TypeError: no process group.
+        TypeError: not a process group.
 
     >>> AllReduce()(torch.ones(2, 3)).shape  # one rank alone
     torch.Size([2, 3])
@@ -156,7 +156,7 @@ class AllReduce(_Collective):
 
         Raises:
             ValueError: no axis.
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         group, ranks = self._group(x)
         return x if ranks == 1 else _Exchange.apply(x, group, _summed, _unchanged)
@@ -174,7 +174,7 @@ def _unchanged(grad: torch.Tensor, group: Any) -> Pending:
 
 
 class _Exchange(torch.autograd.Function):
-    """A collective, and the one of its gradient."""
+    """A collective in the forward, and another one, for the gradient, in the backward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,7 @@
-"""Operations by which a sequence branches: a tensor that leaves it, and one that joins it."""
+"""Operations for branches, such as residual connections, in a `Sequential`.
+
+`MakeExtraOutput` returns a tensor from the middle of a sequence, and `AddExtraInput` adds one.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 class MakeExtraOutput(FusibleOperation):
     """Returns its input twice: for the next operation, and as an extra output of the sequence.
 
-    The gradient of the input is the sum of both. Both are the same tensor: an operation that writes
-    its input would write both.
+    The gradient of the input is the sum of both gradients. Both outputs are the same tensor, so an
+    operation that writes one in place changes both.
 
     Args:
         in_place: has no effect; autograd adds gradients in place where nothing else reads them.
@@ -37,7 +40,7 @@ class MakeExtraOutput(FusibleOperation):
             x: of any shape and dtype.
 
         Raises:
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         check_tensors("MakeExtraOutput", x=x)
         return x, x
@@ -71,9 +74,9 @@ class AddExtraInput(FusibleOperation):
             The shape and the dtype of `x`; with `in_place` the dtype of `extra`, and its memory.
 
         Raises:
-            ValueError: another shape; `in_place` with an extra input that is quantized, or that
-                autograd needs as it is.
-            TypeError: no dense tensors.
+            ValueError: another shape; `in_place` with an extra input that is quantized, or a leaf
+                that requires a gradient.
+            TypeError: arguments that are not dense tensors.
         """
         check_tensors("AddExtraInput", x=x, extra=extra)
         if x.shape != extra.shape:

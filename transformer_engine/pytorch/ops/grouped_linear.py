@@ -1,4 +1,4 @@
-"""`GroupedLinear` as an operation: the sizes of its parts are an extra input."""
+"""`GroupedLinear` as an operation: the numbers of rows of the groups are an extra input."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformer_engine.pytorch.ops.operation import FusibleOperation
 class GroupedLinear(grouped_linear.GroupedLinear, FusibleOperation):
     """Applies `y_i = x_i . A_i^T + b_i` to each group `x_i` of the rows of the input.
 
-    It takes an extra input, how many rows each group has. Weights start as that of
-    `torch.nn.Linear`, biases at zero.
+    It takes an extra input, the number of rows of each group. Weights are initialised like that of
+    `torch.nn.Linear`, biases to zero.
 
     Args:
         num_groups: number of groups.
@@ -35,8 +35,8 @@ class GroupedLinear(grouped_linear.GroupedLinear, FusibleOperation):
         bias0, bias1, ...: `[out_features]`, likewise.
 
     Raises:
-        ValueError: no groups, or sizes that cannot be.
-        TypeError: sizes or dtypes that are none.
+        ValueError: no groups, or invalid sizes.
+        TypeError: sizes that are not ints, or invalid dtypes.
 
     >>> import torch
     >>> GroupedLinear(2, 16, 32, device="cpu")(torch.ones(5, 16), [3, 2]).shape
@@ -81,14 +81,14 @@ class GroupedLinear(grouped_linear.GroupedLinear, FusibleOperation):
 
         Args:
             x: `(..., in_features)`; its leading sizes count as rows.
-            split_sizes: `[num_groups]`, how many rows each group has, in order; zero is a number
-                too. The host waits for a tensor on a GPU.
+            split_sizes: `[num_groups]`, how many rows each group has, in order; it may be zero. The
+                host waits for a tensor on a GPU.
 
         Returns:
             `(..., out_features)`.
 
         Raises:
             ValueError: `split_sizes` has not one number for each group, or they do not add up.
-            TypeError: an FP8 tensor as input; numbers of rows that are no ints.
+            TypeError: an FP8 tensor as input; numbers of rows that are not ints.
         """
         return super().forward(x, split_sizes)

@@ -26,7 +26,7 @@ kaiming = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
 
 
 class BasicLinear(linear.Linear, FusibleOperation):
-    """`y = x . A^T`, in FP8 under `autocast`; the weight starts as that of `torch.nn.Linear`.
+    """`y = x . A^T`, in FP8 under `autocast`; initialised like the weight of `torch.nn.Linear`.
 
     Args:
         in_features: size of each input sample.
@@ -36,9 +36,10 @@ class BasicLinear(linear.Linear, FusibleOperation):
         tensor_parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some
             of the inputs, and outputs are summed over the ranks; None: the ranks do not share it.
         tensor_parallel_group: process group of these ranks; `in_features` and `out_features` are
-            those of the whole.
-        sequence_parallel: each rank has a part of the tokens, along the first axis: gathered before
-            a column-parallel product, scattered after a row-parallel one.
+            the sizes of the whole layer.
+        sequence_parallel: each rank has a part of the tokens, along the first axis; they are
+            gathered before a column-parallel product, and the sums of a row-parallel product are
+            scattered.
         rng_state_tracker_function: returns the tracker under which the weight is initialised.
         accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`.
         userbuffers_options: has no effect.
@@ -83,7 +84,7 @@ class BasicLinear(linear.Linear, FusibleOperation):
 class Linear(linear.Linear, FusibleOperation):
     """`y = x . A^T + b`: `BasicLinear` and `Bias` in one, with parameters `weight` and `bias`.
 
-    The weight starts as that of `torch.nn.Linear`, the bias at zero.
+    The weight is initialised like that of `torch.nn.Linear`, the bias to zero.
 
     Args:
         in_features: size of each input sample.
@@ -100,8 +101,8 @@ class Linear(linear.Linear, FusibleOperation):
         name: for messages, reports and the debugger.
 
     Raises:
-        ValueError: sizes or modes that cannot be.
-        TypeError: sizes or dtypes that are none.
+        ValueError: invalid sizes or modes.
+        TypeError: sizes that are not ints, or invalid dtypes.
 
     >>> import torch
     >>> Linear(16, 32, device="cpu")(torch.ones(4, 16)).shape
@@ -144,15 +145,15 @@ class Bias(FusibleOperation):
     """`y = x + b`.
 
     Args:
-        size: of the last axis.
+        size: size of the last axis.
         device: of the bias; None is cuda where there is one, else cpu; `"meta"` defers.
         dtype: of the bias; None is torch's default dtype.
         tensor_parallel: each rank has its part of the bias, and of the last axis of inputs.
-        tensor_parallel_group: process group of these ranks; `size` is that of the whole.
+        tensor_parallel_group: process group of these ranks; `size` is the size of all parts.
 
     Raises:
-        ValueError: no positive size, or one that the ranks cannot share.
-        TypeError: no size, or no process group.
+        ValueError: a size below 1, or one that the ranks cannot share.
+        TypeError: a size that is not an int, or not a process group.
 
     >>> import torch
     >>> Bias(16, device="cpu")(torch.ones(4, 16)).shape
@@ -177,7 +178,7 @@ class Bias(FusibleOperation):
         self._parameter_set.create(self, [spec], params_dtype_of(None, dtype), device)
 
     def reset_parameters(self) -> None:
-        """Start at zero; a bias on meta gets memory first."""
+        """Set the bias to zero; a bias on meta gets memory first."""
         self._parameter_set.reset(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

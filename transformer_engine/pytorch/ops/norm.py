@@ -30,7 +30,7 @@ class L2Normalization(HasSettings, FusibleOperation):
         micro_batch_size: has no effect.
 
     Raises:
-        TypeError: `eps` is no number.
+        TypeError: `eps` is not a number.
 
     >>> L2Normalization()(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -54,7 +54,7 @@ class L2Normalization(HasSettings, FusibleOperation):
         return "_by_size" in self.__dict__
 
     def rebuild_chain(self) -> None:
-        """Drop the norms of the previous setting."""
+        """Drop the norms that were made with the previous `eps`."""
         self._by_size.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class L2Normalization(HasSettings, FusibleOperation):
 
         Raises:
             ValueError: no axis to normalise over, or an empty one.
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         check_tensors("L2Normalization", x=x)
         if x.ndim == 0 or x.shape[-1] == 0:

@@ -1,4 +1,4 @@
-"""What operations have in common, and the container that runs them."""
+"""`FusibleOperation`, the base of operations, and `Sequential`, the container that runs them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
 class FusibleOperation(nn.Module):
-    """Base of the operations here: modules of one tensor that know nothing of their neighbours.
+    """Base of operations: modules with one input and one result.
 
-    Some read further tensors, and some return further ones behind their result. `Sequential` hands
-    them on.
+    Some operations take extra inputs, or return extra outputs beside the result; `Sequential`
+    passes these on.
 
     Attributes:
         num_extra_inputs: how many tensors `forward` takes beside the input.
-        num_extra_outputs: how many it returns beside the result; with some it returns a tuple.
+        num_extra_outputs: how many tensors `forward` returns beside the result; if there are any,
+            it returns a tuple.
         takes_quantized: the input may be a `QuantizedTensor`.
     """
 
@@ -29,10 +30,10 @@ class FusibleOperation(nn.Module):
 
 
 class Sequential(nn.Sequential):
-    """Runs operations, or any modules, one after another; as `torch.nn.Sequential` otherwise.
+    """Runs operations, or any modules, one after another; otherwise like `torch.nn.Sequential`.
 
-    Each runs kernels of its own. `LayerNormMLP` and `LayerNormLinear` are the fused forms of the
-    usual sequences: there the kernels of norms and activations cast to FP8 themselves.
+    Operations are not fused: each runs separate kernels. For the usual sequences, `LayerNormMLP`
+    and `LayerNormLinear` are fused: there the kernels of norms and activations write FP8.
 
     Args:
         modules: operations or other modules, or one dict of them by name.
@@ -51,12 +52,12 @@ class Sequential(nn.Sequential):
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many tensors its operations take beside the input."""
+        """How many extra inputs all operations take together."""
         return sum([getattr(module, "num_extra_inputs", 0) for module in self])
 
     @property
     def num_extra_outputs(self) -> int:
-        """How many tensors its operations return beside the result."""
+        """How many extra outputs all operations return together."""
         return sum([getattr(module, "num_extra_outputs", 0) for module in self])
 
     @property
@@ -65,15 +66,15 @@ class Sequential(nn.Sequential):
         return True
 
     def forward(self, x: torch.Tensor, *extra_inputs: Any) -> Any:
-        """Run them in order. A `QuantizedTensor` is dequantised for those that do not take it.
+        """Run the operations in order; dequantise inputs for operations that need plain tensors.
 
         Args:
-            x: the input of the first one.
-            extra_inputs: what operations take beside their inputs, in their order.
+            x: the input of the first operation.
+            extra_inputs: the extra inputs of all operations, in order.
 
         Returns:
-            The result of the last one; `(result, *extra_outputs)` where operations return further
-            tensors, in their order.
+            The result of the last operation; with extra outputs `(result, *extra_outputs)`, in
+            the order of the operations.
 
         Raises:
             ValueError: too few or too many extra inputs.
@@ -96,7 +97,7 @@ class Sequential(nn.Sequential):
         return (x, *extra_outputs) if extra_outputs else x
 
     def _wishes(self) -> str:
-        """Which operations take how many, for messages."""
+        """Which operations take how many extra inputs, for messages."""
         counts = [
             f"{name} ({type(module).__name__}) takes {module.num_extra_inputs}"
             for name, module in self.named_children()

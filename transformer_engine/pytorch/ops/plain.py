@@ -33,10 +33,10 @@ class Reshape(FusibleOperation):
     """`y = x.reshape(shape)`; gradients have the shape of `x`.
 
     Args:
-        shape: of the result; one size may be -1, which is found.
+        shape: shape of the result; one size may be -1, which is inferred.
 
     Raises:
-        TypeError: sizes that are no ints.
+        TypeError: sizes that are not ints.
 
     >>> Reshape((-1, 2))(torch.arange(4.0))
     tensor([[0., 1.],
@@ -59,7 +59,7 @@ class Reshape(FusibleOperation):
 
         Raises:
             ValueError: another number of elements.
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         check_tensors(type(self).__name__, x=x)
         try:
@@ -82,7 +82,7 @@ class ConstantScale(FusibleOperation):
         scale: a number.
 
     Raises:
-        TypeError: no number.
+        TypeError: not a number.
 
     >>> ConstantScale(0.5)(torch.tensor([1.0, 2.0]))
     tensor([0.5000, 1.0000])
@@ -100,7 +100,7 @@ class ConstantScale(FusibleOperation):
             x: of any shape, fp32, fp16 or bf16.
 
         Raises:
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         check_tensors(type(self).__name__, x=x)
         return x * self.scale
@@ -117,8 +117,8 @@ class Dropout(FusibleOperation):
         p: probability of dropping an element, `0 <= p < 1`.
 
     Raises:
-        TypeError: no number.
-        ValueError: no such probability.
+        TypeError: `p` is not a number.
+        ValueError: `p` is out of range.
 
     >>> Dropout(0.1).eval()(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
@@ -138,7 +138,7 @@ class Dropout(FusibleOperation):
             x: of any shape, fp32, fp16 or bf16.
 
         Raises:
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
         """
         check_tensors(type(self).__name__, x=x)
         return torch.nn.functional.dropout(x, self.p, self.training)

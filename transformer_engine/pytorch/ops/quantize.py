@@ -1,4 +1,4 @@
-"""`Quantize`: the casts of the open recipe as an operation, of a tensor or of its gradient."""
+"""`Quantize`: an operation that casts a tensor, or its gradient, with the recipe of the autocast."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
 class _Casts(NamedTuple):
-    """Of a call; `step` is the autocast step that ends with its backward, or None."""
+    """The casts of a call; `step` is the autocast step that ends with its backward, or None."""
 
     quantizers: GemmQuantizers
     step: Step | None
 
 
 class Quantize(ScaledModule, FusibleOperation):
-    """Casts as the recipe of the open autocast does; outside of one it is the identity.
+    """Casts with the recipe of the autocast that is open; outside of one it is the identity.
 
-    In a `Sequential` the operations behind it read the values that the codes stand for. Under
-    `DelayedScaling` it has a scale and a history of its own, also in state dicts. Compiled code
-    leaves its graph for the casts, and the result there is a plain tensor of these values.
+    In a `Sequential` the next operations read the dequantised values of the codes. Under
+    `DelayedScaling` this module has a scaling state, which is saved in state dicts. Compiled code
+    leaves its graph for the casts, and the result is a plain tensor of dequantised values.
 
     Args:
         forward: cast the tensor: the result is a `QuantizedTensor` of the recipe's kind, with
@@ -62,7 +62,7 @@ class Quantize(ScaledModule, FusibleOperation):
         self.casts_gradient = backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Cast. What is quantized already stays as it is.
+        """Cast. A tensor that is quantised already is returned as it is.
 
         Args:
             x: `(..., n)`, fp32, fp16 or bf16.
@@ -71,7 +71,7 @@ class Quantize(ScaledModule, FusibleOperation):
             The shape and the (nominal) dtype of `x`.
 
         Raises:
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
             ValueError: no axis.
         """
         check_tensors("Quantize", self.name, x=x)
@@ -92,14 +92,14 @@ class Quantize(ScaledModule, FusibleOperation):
         return outside_of_graphs(self._cast_to_plain, x)
 
     def _exported(self, x: torch.Tensor) -> torch.Tensor:
-        """In a graph of ONNX, which is that of inference: the values of the codes."""
+        """`forward` in an ONNX graph, which is for inference: a cast to FP8 and back."""
         if not (self.casts_input and autocast_stack().scope.enabled):
             return x
         quantizer = self._quantizers(x.device, recording=False).input
         return cast_there_and_back(x, quantizer, x.dtype).to(x.dtype)
 
     def _cast_in_program(self, x: torch.Tensor) -> torch.Tensor:
-        """In a program for inference, without a quantised tensor: `strict=True` traces none."""
+        """`forward` in a program for inference: a plain result, as `strict=True` needs."""
         if isinstance(x, QuantizedTensor):
             return x.dequantize()
         if not self.casts_input:
@@ -114,7 +114,7 @@ class Quantize(ScaledModule, FusibleOperation):
         return made.dequantize() if isinstance(made, QuantizedTensor) else made
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor in the open scope; it has passed the checks."""
+        """Cast a tensor, which has passed the checks, in the open scope."""
         casts = self._casts(x)
         if casts is None:
             return x
@@ -158,7 +158,7 @@ class Quantize(ScaledModule, FusibleOperation):
 
 
 class _Cast(torch.autograd.Function):
-    """The tensor, and its gradient, as their quantizers make them."""
+    """Casts a tensor in the forward and its gradient in the backward; None for no cast."""
 
     @staticmethod
     def forward(

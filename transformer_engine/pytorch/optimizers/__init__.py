@@ -1,7 +1,7 @@
 """Optimizers, and operations on lists of tensors, under the names that training programs import.
 
-They run on the fused and foreach kernels of torch; optimizers of torch step the parameters of this
-package just as well, those in FP8 included.
+They run on the fused and foreach kernels of torch, and `FusedAdam` with `capturable` on a kernel of
+this package. Optimizers of torch can step all parameters of this package, also those in FP8.
 """
 
 from transformer_engine.pytorch.optimizers.clipping import clip_factor

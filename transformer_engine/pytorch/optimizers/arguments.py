@@ -1,4 +1,4 @@
-"""Checks of arguments of optimizers."""
+"""Checks of the arguments of optimizers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
 
 
 def refuse_settings(op: str, group: Mapping[str, Any], bias_correction: bool) -> None:
-    """Raise NotImplementedError if a group has settings that are not those of the whole optimizer.
+    """Raise NotImplementedError if a group has settings that must be those of the optimizer.
 
     Args:
         op: class of the optimizer.
-        group: of parameters.
-        bias_correction: of the optimizer.
+        group: a parameter group.
+        bias_correction: the optimizer's setting.
     """
     others = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
     refuse_others(op, **{name: (group.get(name, only), only) for name, only in others.items()})
 
 
 def check_flags(op: str, **flags: object) -> None:
-    """Raise TypeError unless all are flags, see `is_flag`."""
+    """Raise TypeError unless all values are flags, see `is_flag`."""
     for name, value in flags.items():
         if not is_flag(value):
             raise TypeError(f"[{op}] expected {name} to be a bool, got {value!r}")
@@ -48,7 +48,7 @@ def check_factor(op: str, factor: object) -> None:
 
 
 def check_settings(op: str, group: dict[str, Any]) -> None:
-    """Raise unless the numbers of a group are those of a step of Adam."""
+    """Raise unless a group's learning rate, eps, weight decay and betas are valid for Adam."""
     factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
     plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
     check_numbers(op, None, **plain)

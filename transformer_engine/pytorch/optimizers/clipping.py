@@ -1,4 +1,4 @@
-"""`clip_factor`: the norm of gradients, which a step of `FusedAdam` clips them to."""
+"""`clip_factor`: the factor by which a step of `FusedAdam` clips gradients, and their norm."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def clip_factor(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor that clips gradients to a norm, for `FusedAdam.step(grad_factor=...)`.
 
-    The step multiplies by it, so clipping needs no pass of its own. The host does not wait for the
-    device.
+    The step multiplies gradients by the factor while it reads them, so clipping needs no separate
+    pass over memory. The host does not wait for the device.
 
-    Gradients may be DTensors, as behind `fully_shard`: whole ones count, whatever is cut and what
-    is replicated. All ranks find the same.
+    Gradients may be DTensors, as after `fully_shard`: the norm is that of the whole gradients,
+    whichever are sharded or replicated. All ranks find the same norm.
 
     Args:
-        parameters: those without a gradient do not count; or a single one. On ranks that share
-            them, the same ones have gradients.
-        max_norm: of all gradients together, in the Euclidean sense.
-        tp_group: ranks that have parts of the parameters whose attribute `tensor_model_parallel`
-            is true, as column-parallel and row-parallel layers say, and all of the others, which
-            count once; all of these ranks call this. A weight of `Linear` says so without a
-            `parallel_mode`, too: set it to False if ranks replicate that.
+        parameters: an iterable of parameters, or one; those without a gradient do not count. On
+            ranks that share parameters, the same ones must have gradients.
+        max_norm: the largest Euclidean norm of all gradients together.
+        tp_group: the tensor parallel ranks, which must all call this. They have parts of parameters
+            whose attribute `tensor_model_parallel` is true (column-parallel and row-parallel layers
+            set it), and copies of the others, which count once. A `Linear` sets the attribute of
+            its weight even without a `parallel_mode`: set it to False if ranks replicate the weight.
 
     Returns:
         `(norm, factor)`, fp32 of one value each, shape `[]`: the norm of the gradients as they
         are, and `min(1, max_norm / norm)`.
 
     Raises:
-        TypeError: `tp_group` is no process group, or `max_norm` no number.
+        TypeError: `tp_group` is not a process group, or `max_norm` is not a number.
         ValueError: with `tp_group`, a DTensor that does not say whether ranks have parts of it;
             `fully_shard` drops the attribute. `te.distributed.clip_grad_norm_` asks the model.
 

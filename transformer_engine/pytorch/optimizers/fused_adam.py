@@ -41,7 +41,7 @@ from transformer_engine.pytorch.parallel.dtensors import local_part
 
 _FUSED = ("cpu", "cuda")
 _FLAGS = ("adam_w_mode", "bias_correction", "capturable", "master_weights", "use_decoupled_grad")
-_MOST_VALUES = 2**26  # of states that are in fp32 at once
+_MOST_VALUES = 2**26  # how many values of narrow states are converted to fp32 at once
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -53,15 +53,15 @@ class FusedAdam(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        betas: decay of the means of gradients and of their squares.
-        eps: added to the root.
+        betas: decay of the means of gradients and of squared gradients.
+        eps: added to the root of the mean square.
         weight_decay: factor of the parameter in the step.
-        amsgrad: False.
+        amsgrad: must be False.
         bias_correction: correct the means for their start at zero, in all groups alike.
         adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
         capturable: count steps on the device, so that a step can be captured in a CUDA graph, after
             one step before the capture. Replays read the learning rate if it is a tensor. One
-            kernel reads and writes each value once, whatever its dtype.
+            kernel reads and writes each value once, whatever the dtype.
         master_weights: keep an fp32 copy of each parameter that is not in fp32, as `master_param`
             of its state. FP8 parameters need it; their copy starts with
             `get_high_precision_init_val()` if there is one.
@@ -70,14 +70,14 @@ class FusedAdam(torch.optim.Optimizer):
             tensor. Steps are computed in fp32 whatever is stored.
         exp_avg_sq_dtype: likewise.
         use_decoupled_grad: gradients are in `parameter.decoupled_grad`.
-        store_param_remainders: of fp32 master weights of bf16 parameters, keep the 16 bits that
-            the parameters do not have.
-        set_grad_none: of older versions; None or True.
+        store_param_remainders: store only the lower 16 bits of fp32 master weights of bf16
+            parameters; the parameters have the upper bits.
+        set_grad_none: argument of older versions; must be None or True.
 
     Raises:
         NotImplementedError: other values of these arguments.
         ValueError: numbers out of range.
-        TypeError: numbers or flags that are none.
+        TypeError: arguments that are not numbers or not flags.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> optimizer = FusedAdam([weight], lr=0.5, master_weights=True)
@@ -151,21 +151,20 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scaler: Any = None,
         grad_factor: torch.Tensor | None = None,
     ) -> Any:
-        """Step every parameter that has a gradient; in compiled code it runs outside of the graph.
+        """Step every parameter that has a gradient; compiled code leaves its graph for the step.
 
         Args:
             closure: computes the loss and the gradients again.
-            grad_scaler: a `torch.amp.GradScaler`, whose `step(optimizer)` does the same: gradients
-                are unscaled in the kernel, and an overflow changes nothing. With `capturable` the
-                host does not wait.
-            grad_factor: one value on the device by which gradients are multiplied, such as that of
-                `clip_factor`.
+            grad_scaler: a `torch.amp.GradScaler`; `grad_scaler.step(optimizer)` does the same.
+                Gradients are unscaled in the kernel, and an overflow changes nothing. With
+                `capturable` the host does not wait.
+            grad_factor: one value on the device by which gradients are multiplied; see `clip_factor`.
 
         Returns:
             What `closure` returns.
 
         Raises:
-            TypeError: a `grad_factor` that is no tensor; another `grad_scaler`.
+            TypeError: a `grad_factor` that is not a tensor; another kind of `grad_scaler`.
             NotImplementedError: a `grad_scaler` with a `closure` or `use_decoupled_grad`.
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
@@ -211,7 +210,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold."""
+        """The state for copies and pickles, with this class's settings."""
         return super().__getstate__() | {name: getattr(self, name) for name in (*_FLAGS, "_stored")}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -261,7 +260,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _values(
         self, parts: list[Part], states: list[dict[str, Any]], name: str
     ) -> list[torch.Tensor]:
-        """Of a state, in fp32; in the memory of the state where that has as many bits."""
+        """The fp32 values of the state `name` of each part; the state itself if stored in fp32."""
         pairs = zip(parts, states, strict=True)
         if self._stored.narrow:
             return [self._stored.value(state, part.parameter, name) for part, state in pairs]
@@ -310,11 +309,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Initialise the missing entries of a parameter's state; initial values stay until a clear.
+        """Initialise missing entries of a parameter's state; its `InitialValue` is not cleared.
 
         Args:
-            param: of this optimizer.
-            store_param_remainders: has no effect; the constructor's counts.
+            param: a parameter of this optimizer.
+            store_param_remainders: has no effect; the constructor's argument counts.
         """
         self._initialized(part_of(param), clears=False)
 
@@ -342,7 +341,7 @@ class FusedAdam(torch.optim.Optimizer):
         """A tensor of a parameter's state, fp32.
 
         Args:
-            param: of this optimizer.
+            param: a parameter of this optimizer.
             state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
         """
         return self._stored.value(self.state[param], param, state_name)
@@ -353,9 +352,9 @@ class FusedAdam(torch.optim.Optimizer):
         """Overwrite a tensor of a parameter's state.
 
         Args:
-            param: of this optimizer.
+            param: a parameter of this optimizer.
             state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
-            unscaled_state: of the parameter's shape, or a plain tensor of this rank's piece of it.
+            unscaled_state: of the parameter's shape, or a plain tensor for this rank's piece of it.
         """
         self.initialize_state(param)
         self._overwrite(param, state_name, unscaled_state)
@@ -378,11 +377,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict`; states stay fp32, which torch's optimizers would cast.
+        """Load a `state_dict`; states stay fp32, while torch's optimizers would cast them.
 
         Args:
-            state_dict: of an optimizer of the same groups; also of `torch.optim.AdamW` or `Adam`,
-                where the parameters of a group have taken equally many steps.
+            state_dict: of an optimizer with the same groups; also of `torch.optim.AdamW` or `Adam`,
+                if all parameters of a group have taken the same number of steps.
 
         Raises:
             NotImplementedError: a group with `amsgrad`, `maximize` or another `bias_correction`.

@@ -28,20 +28,20 @@ _SETTINGS = (
 class FusedSGD(torch.optim.SGD):
     """`torch.optim.SGD(fused=True)`.
 
-    Where a group has DTensors, complex parameters, ones that are not contiguous, or ones of 16 bits
-    on a CPU, it is stepped without the fused kernel: that leaves most of the last as they were, and
-    cannot take the others.
+    A group is stepped without the fused kernel if it has DTensors, complex parameters or parameters
+    that are not contiguous, which the kernel does not support, or 16-bit parameters on a CPU, most
+    of whose values the kernel leaves unchanged.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        momentum: factor of the earlier steps.
-        dampening: of the gradient that is added to them.
+        momentum: factor of the momentum of earlier steps.
+        dampening: gradients are multiplied by `1 - dampening` before they are added to the momentum.
         weight_decay: factor of the parameter that is added to the gradient.
-        nesterov: Nesterov's momentum.
-        wd_after_momentum: False.
+        nesterov: use Nesterov's momentum.
+        wd_after_momentum: must be False.
         materialize_master_grads: has no effect.
-        set_grad_none: of older versions; None or True.
+        set_grad_none: argument of older versions; must be None or True.
 
     Raises:
         NotImplementedError: other values of these arguments.
@@ -78,7 +78,7 @@ class FusedSGD(torch.optim.SGD):
         self._choose_kernels()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, of `torch.optim.SGD` too; the kernels are those of the parameters here.
+        """Load a state, also of `torch.optim.SGD`; kernels are chosen for the parameters here.
 
         Args:
             state_dict: returned by `state_dict`.
@@ -106,15 +106,15 @@ class FusedSGD(torch.optim.SGD):
             What `closure` returns.
 
         Raises:
-            RuntimeError: sparse gradients, where the fused kernel steps.
-            NotImplementedError: a slice of an FP8 weight where there are several processes.
+            RuntimeError: sparse gradients, in groups that the fused kernel steps.
+            NotImplementedError: a slice of an FP8 weight, if there are several processes.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # The fused kernel wants momenta of all its parameters, or of none.
+            # In one call of the fused kernel, all parameters must have a momentum, or none.
             new: list[torch.Tensor] = []
             known: list[torch.Tensor] = []
             for parameter in group["params"]:
@@ -163,7 +163,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def _fused_steps(parameter: torch.Tensor) -> bool:
-    """Whether the fused kernel steps a parameter, and does so rightly (pytorch issue 191763)."""
+    """Whether the fused kernel supports a parameter, and steps it correctly (torch issue 191763)."""
     if not parameter.is_floating_point():
         return False
     small_on_cpu = parameter.device.type == "cpu" and parameter.itemsize < 4

@@ -1,4 +1,8 @@
-"""Steps of `FusedAdam` that a `torch.amp.GradScaler` takes: gradients are scaled, or overflowed."""
+"""Steps of `FusedAdam` under a `torch.amp.GradScaler`.
+
+The scaler multiplies the loss by a scale, so gradients have to be divided by it, and a step with an
+infinite gradient has to be skipped. Both happen in the kernel of the step where that is possible.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hides_scaler(step: F) -> F:
-    """A step whose signature lacks `grad_scaler`: `GradScaler.step` warns of any that has it."""
+    """Hide `grad_scaler` in a step's signature, because `GradScaler.step` warns if it sees one."""
     signature = inspect.signature(step)
     shown = [one for name, one in signature.parameters.items() if name != "grad_scaler"]
     step.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
@@ -23,9 +27,10 @@ def hides_scaler(step: F) -> F:
 
 
 def takes_scaled(optimizer: Any) -> bool:
-    """Whether `GradScaler.step` leaves scaled gradients, and what to do about inf, to the step.
+    """Whether `GradScaler.step` leaves unscaling, and the response to inf, to the optimizer's step.
 
-    Otherwise it unscales them first, which it refuses for fp16, and waits for the device.
+    Otherwise the scaler unscales gradients first, which it refuses for fp16, and waits for the
+    device.
     """
     if optimizer.capturable or optimizer.use_decoupled_grad:
         return True
@@ -34,13 +39,15 @@ def takes_scaled(optimizer: Any) -> bool:
 
 
 def step_by(scaler: Any, optimizer: Any, closure: Any, step: Callable[[], Any]) -> Any:
-    """`scaler.step(optimizer)` from within the optimizer's own step, whose hooks have run.
+    """Call `scaler.step(optimizer)` from within `optimizer.step(grad_scaler=...)`.
+
+    Meanwhile `optimizer.step` is replaced by `step`, because the hooks of the outer step have run.
 
     Args:
         scaler: a `torch.amp.GradScaler`.
-        optimizer: of the step.
-        closure: None.
-        step: is called as the optimizer's.
+        optimizer: the optimizer.
+        closure: must be None.
+        step: the function that the scaler calls as `optimizer.step`.
 
     Raises:
         TypeError: a scaler of another kind.
@@ -56,7 +63,7 @@ def step_by(scaler: Any, optimizer: Any, closure: Any, step: Callable[[], Any]) 
             f"gradients before the step, got {closure!r}"
         )
     own = vars(optimizer)
-    outer = own.get("step")  # of a learning rate scheduler
+    outer = own.get("step")  # a wrapper that a learning rate scheduler has set
     own["step"] = step
     try:
         return scaler.step(optimizer)
@@ -69,17 +76,17 @@ def step_by(scaler: Any, optimizer: Any, closure: Any, step: Callable[[], Any]) 
 def scaling_of(
     optimizer: Any, grad_factor: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The factor of gradients with 1 / scale in it, and `found_inf`; both fp32 `[]`, or None.
+    """The factor of gradients, which includes 1 / scale, and `found_inf`; both fp32 `[]`, or None.
 
-    `GradScaler.step` leaves scale and `found_inf` as attributes of the optimizer: no scale where
-    gradients are unscaled, and the number 0 where it has looked at no gradient.
+    `GradScaler.step` sets the scale and `found_inf` as attributes of the optimizer: no scale if
+    gradients are unscaled already, and the number 0 for `found_inf` if it saw no gradients.
 
     Raises:
-        NotImplementedError: gradients are where the scaler does not look for inf.
+        NotImplementedError: gradients are in `decoupled_grad`, where the scaler does not look.
     """
     scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if found_inf is not None and optimizer.use_decoupled_grad:
-        for name in ("grad_scale", "found_inf"):  # the scaler would not come to it
+        for name in ("grad_scale", "found_inf"):  # the scaler does not remove them after an error
             vars(optimizer).pop(name, None)
         raise NotImplementedError(
             "[FusedAdam] expected gradients in parameter.grad with a GradScaler, which looks for"
@@ -95,7 +102,7 @@ def scaling_of(
 
 
 def count_step(group: dict[str, Any], capturable: bool, found_inf: torch.Tensor | None) -> None:
-    """Count a step of a group; with `capturable` on its device, and only where nothing overflowed.
+    """Count a step of a group; with `capturable` on the device, and only if nothing overflowed.
 
     Raises:
         ValueError: `capturable`, and parameters on several devices.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_CHUNK = 2048 * 32  # what programs expect to be handed on
+_CHUNK = 2048 * 32  # the chunk size that operations of other programs expect
 
 Lists = Sequence[Sequence[torch.Tensor]]
 
@@ -18,16 +18,16 @@ def multi_tensor_applier(
     """Call an operation of this module: `op(chunk size, flag, lists, *args)`.
 
     Args:
-        op: such as `multi_tensor_scale`.
-        noop_flag_buffer: int32 `[1]`; operations set it to 1 where they see Inf or NaN.
-        tensor_lists: lists of one length; tensors without elements are left out.
+        op: an operation such as `multi_tensor_scale`.
+        noop_flag_buffer: int32 `[1]`; operations set it to 1 if they find Inf or NaN.
+        tensor_lists: lists of equal length; tensors without elements are left out.
         args: further arguments of the operation.
 
     Returns:
         What the operation returns.
 
     Raises:
-        ValueError: lists of several lengths.
+        ValueError: lists of different lengths.
 
     >>> flag, values = torch.zeros(1, dtype=torch.int32), [torch.ones(2), torch.ones(3)]
     >>> multi_tensor_applier(multi_tensor_scale, flag, [values, values], 0.5)
@@ -99,9 +99,9 @@ def multi_tensor_l2norm(
 
     Args:
         chunk_size: has no effect.
-        noop_flag: its device is that of a norm of no tensors.
+        noop_flag: any tensor; for an empty list the result is on its device.
         tensor_lists: one list.
-        per_tensor: return the norm of each, too.
+        per_tensor: also return the norm of each tensor.
 
     Returns:
         `(norm [1], norms [tensors])`, the second empty without `per_tensor`.
@@ -115,6 +115,6 @@ def multi_tensor_l2norm(
     if not tensors:
         return nothing.new_zeros(1), nothing
     with torch.no_grad():
-        # A CPU adds up values of fp32 one after the other, which loses 1 % of 20M.
+        # On a CPU torch adds fp32 values one after the other: with 20M values the error is 1 %.
         norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
         return norms.norm().float().reshape(1), norms.float() if per_tensor else nothing

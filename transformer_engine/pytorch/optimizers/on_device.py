@@ -1,4 +1,8 @@
-"""Steps of `FusedAdam` without host values, which can be captured in a CUDA graph."""
+"""Steps of `FusedAdam` that can be captured in a CUDA graph.
+
+Whatever changes from step to step (number of steps, learning rate, scale, overflow) is read from
+the device by the kernel, not passed by the host.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +35,22 @@ def step_on_device(
     decoupled: bool,
     corrects: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Step parameters on one device, and round those of fewer bits.
+    """Step parameters on one device in fp32, and round the results to 16-bit parameters.
 
     Args:
-        group: of the optimizer; `step` is on the device, and counts this one.
-        parts: of parameters that have gradients.
-        states: of each.
-        gradients: of each, of any dtype.
-        factor: fp32, of all gradients, on their device, or None.
-        found_inf: fp32, on their device, or None; where it is not 0, parts and states stay.
-        decoupled: AdamW.
-        corrects: correct means for their start at zero; endless steps correct by nothing.
+        group: a group of the optimizer, whose `step` is on the device and includes this step.
+        parts: the parts of parameters that have gradients.
+        states: the state of each part.
+        gradients: the gradient of each part, of any dtype.
+        factor: fp32, one value by which all gradients are multiplied, on the device; or None.
+        found_inf: fp32, one value on the device, or None; if it is not 0, nothing is changed.
+        decoupled: weight decay as in AdamW.
+        corrects: correct the means for their start at zero. Without it the kernel is told that
+            infinitely many steps were taken, for which the correction is 1.
 
     Returns:
-        What each part is now, in fp32, and the largest magnitude of those whose scale in FP8 it
-        decides, fp32 `[1]`. Parts in FP8 are not written.
+        The new value of each part in fp32; and fp32 `[1]`, the amax of the value for parts whose
+        FP8 scale depends on it, else None. Parts in FP8 are not written.
     """
     values = [fp32_value(*one) for one in zip(parts, states, strict=True)]
     scaled = [part.piece is not None and takes_amax(part.piece) for part in parts]

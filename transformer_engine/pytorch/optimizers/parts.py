@@ -1,4 +1,7 @@
-"""What a rank has of parameters, found once a step: DTensors are slow to compute with."""
+"""The parts of an optimizer's parameters on this rank, and how they are read and written.
+
+A `Part` is made once a step, because operations on DTensors are slow.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ class Part(NamedTuple):
     """A parameter of an optimizer on this rank.
 
     Attributes:
-        parameter: as the optimizer has it.
+        parameter: the parameter in the optimizer's groups.
         local: this rank's part of a DTensor; else the parameter.
-        piece: the same, where it is kept in FP8; else None.
+        piece: the same as `local` if it is kept in FP8; else None.
     """
 
     parameter: torch.Tensor
@@ -30,7 +33,7 @@ class Part(NamedTuple):
 
 
 def part_of(parameter: torch.Tensor) -> Part:
-    """What this rank has of a parameter of FusedAdam; gradients are off.
+    """The part of a parameter of FusedAdam on this rank; call it with autograd off.
 
     Raises:
         NotImplementedError: see `refuse_slice`.
@@ -45,7 +48,8 @@ def refuse_slice(piece: QuantizedTensor | None, optimizer: str) -> None:
     """Refuse a slice of an FP8 weight where there are other processes.
 
     Raises:
-        NotImplementedError: they may step its other slices, and nothing tells them its scale.
+        NotImplementedError: other processes may step other slices of the weight, and would not
+            learn of its new scale.
     """
     if piece is not None and _is_slice(piece) and group_or_world_size(None) > 1:
         raise NotImplementedError(
@@ -57,32 +61,32 @@ def refuse_slice(piece: QuantizedTensor | None, optimizer: str) -> None:
 
 
 def _is_slice(piece: QuantizedTensor) -> bool:
-    """Whether it has codes of a weight; one of all codes is a slice if it is flat."""
+    """Whether a tensor is a slice of a weight; a flat view of the whole weight counts as one."""
     return codes_around(piece) is not None or (piece.ndim == 1 and is_in_weight(piece))
 
 
 def local_gradient(part: Part, gradient: Any) -> torch.Tensor:
-    """The gradient of a part; one that ranks have otherwise than the parameter is sent."""
+    """The gradient of a part; redistributed if its placements differ from the parameter's."""
     if is_dtensor(gradient):
         wanted = getattr(part.parameter, "placements", gradient.placements)
-        if gradient.placements != wanted:  # as of replicated weights, whose ranks have summands
+        if gradient.placements != wanted:  # for example partial sums for a replicated weight
             gradient = gradient.redistribute(placements=wanted)
     return local_part(gradient)
 
 
 def fp32_value(part: Part, state: Mapping[str, Any]) -> torch.Tensor:
-    """The fp32 master weight of a part in the state of its parameter; without one its own value."""
+    """The fp32 master weight of a part; if the state has none, the part itself in fp32."""
     master = state.get("master_param")
     return part.local.float().contiguous() if master is None else local_part(master)
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
-    """Of its shape; kernels of optimizers read memory in order, whatever the strides are."""
+    """fp32 zeros of the parameter's shape, contiguous, as kernels of optimizers require."""
     return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 def state_with(value: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """A state in fp32: like the parameter, or of this rank's piece of it, with these values.
+    """A new fp32 state of a parameter, filled with a value for the parameter or this rank's piece.
 
     Raises:
         ValueError: another shape.
@@ -98,11 +102,13 @@ def state_with(value: torch.Tensor, parameter: torch.Tensor, name: str) -> torch
 
 
 def initial_master(part: Part, clears: bool) -> torch.Tensor:
-    """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value.
+    """The first master weight of a parameter: the parameter in fp32.
+
+    For an FP8 weight it is the value before the cast, if that is kept and still gives these codes.
 
     Args:
-        part: of a parameter.
-        clears: the values before the cast are freed.
+        part: the part of the parameter.
+        clears: free the kept value before the cast.
     """
     parameter, _, piece = part
     initial = initial_value(parameter)
@@ -138,7 +144,7 @@ def write_quantized(
 
 
 def count_writes(parts: Sequence[Part]) -> None:
-    """Let autograd know that DTensors are written where only this rank's parts are."""
+    """Increment the version of DTensors, of which only the local parts were written."""
     written = [part.parameter for part in parts if is_dtensor(part.parameter)]
     if written:
         torch.autograd.graph.increment_version(written)

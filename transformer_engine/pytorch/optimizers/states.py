@@ -1,4 +1,4 @@
-"""Checks of state dicts, and those of `torch.optim.AdamW` and `Adam` as those of `FusedAdam`."""
+"""Checks and conversion of state dicts that `FusedAdam` loads, also from torch's Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformer_engine.pytorch.optimizers.stored_states import STATES
 
 
 def steps_of_groups(state_dict: Mapping[str, Any], bias_correction: bool) -> dict[str, Any]:
-    """The state dict with the number of steps in each group, where torch has one per parameter.
+    """Convert a state dict with one `step` per parameter, as torch's, to one `step` per group.
 
     Args:
-        state_dict: of either kind; states of parameters that are no dicts stay as they are.
-        bias_correction: of the optimizer.
+        state_dict: of either kind; states of parameters that are not dicts stay as they are.
+        bias_correction: the optimizer's setting.
 
     Raises:
         NotImplementedError: a group with `amsgrad`, `maximize` or another `bias_correction`.
@@ -47,12 +47,12 @@ def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
     """Check the shapes of states, which `copy_` would broadcast; torch checks the groups.
 
     Args:
-        groups: of the optimizer.
-        state_dict: that it loads.
+        groups: the groups of the optimizer.
+        state_dict: the state dict to load.
 
     Raises:
-        ValueError: a state of another shape than its parameter, or of another type than dict; no
-            tensor under the name of one.
+        ValueError: a state of another shape than its parameter, or of another type than dict; an
+            entry that is not a tensor under the name of one.
     """
     saved = [group["params"] for group in state_dict["param_groups"]]
     own = [group["params"] for group in groups]
@@ -79,7 +79,7 @@ def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
 
 
 def portions(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Slices of a list whose sizes sum up to `most` at most, but for single ones that are larger.
+    """Slices of a list, each with a sum of sizes of at most `most`; larger single ones stand alone.
 
     >>> list(portions([4, 3, 9, 1], 8))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]

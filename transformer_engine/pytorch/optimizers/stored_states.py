@@ -1,13 +1,14 @@
-"""Adam's states in fewer bits: what is stored, and which values in fp32 that stands for.
+"""Adam's states in fewer bits than fp32: what is stored, and which fp32 value it stands for.
 
     float32    the value
     bfloat16   the value, rounded
     float16    the value, divided by a scale of its tensor, rounded
     uint8      likewise, as codes of FP8 E4M3
-    int16      of a master weight: its low 16 bits; the high ones are the parameter, in bf16
+    int16      the low 16 bits of a master weight, whose high bits are the bf16 parameter
 
-A parameter of bf16 is its master weight, rounded to the nearest. Where the low bits are a half or
-more, as an int16 negative, it was rounded up: then it is one more than the high bits.
+A bf16 parameter is the master weight, rounded to nearest. If the low bits are 0x8000 or more, which
+is negative as int16, the master weight was rounded up: then the bits of the parameter are one more
+than the high bits of the master weight.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class StoredStates:
     """The states of an optimizer as they are stored.
 
     Args:
-        dtypes: by name of the state.
-        remainders: keep the low bits of master weights of bf16 parameters alone.
+        dtypes: dtype of each state, by name.
+        remainders: keep only the low bits of master weights of bf16 parameters.
 
     Attributes:
         narrow: the states that have fewer bits than fp32.
@@ -47,7 +48,7 @@ class StoredStates:
         """Check the dtypes.
 
         Args:
-            capturable: as of `FusedAdam`.
+            capturable: see `FusedAdam`.
 
         Raises:
             ValueError: dtypes that states cannot have.
@@ -66,17 +67,17 @@ class StoredStates:
             )
 
     def is_split(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has the high bits of its master weight."""
+        """Whether a parameter holds the high bits of its master weight."""
         plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
         return self.remainders and plain and parameter.dtype is torch.bfloat16
 
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """The fp32 value of a state; without a master weight that of the parameter.
+        """The fp32 value of a state; if it is not stored, the value of the parameter.
 
         Args:
             state: what is stored for the parameter, by name.
-            parameter: of the optimizer.
-            name: of the state.
+            parameter: a parameter of the optimizer.
+            name: the name of the state.
         """
         found = state.get(name)
         if found is None:
@@ -95,12 +96,12 @@ class StoredStates:
     ) -> None:
         """Store the fp32 value of a state; in place, if there is one.
 
-        Of a master weight that is split, the parameter is written too: it has the high bits.
+        If the master weight is split, the parameter is written too, because it has the high bits.
 
         Args:
             state: see `value`.
-            parameter: of the optimizer.
-            name: of the state.
+            parameter: a parameter of the optimizer.
+            name: the name of the state.
             value: fp32, of the parameter's shape.
         """
         if name == _MASTER and self.is_split(parameter):
@@ -117,7 +118,7 @@ class StoredStates:
 
 
 def _encoded(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A value in a dtype, and its scale; None for dtypes without one."""
+    """A value converted to a dtype, and the scale of the tensor; None for dtypes without a scale."""
     largest = _LARGEST.get(dtype)
     if largest is None:
         return value.to(dtype), None
@@ -135,7 +136,7 @@ def _encoded(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def split_master(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A master weight of fp32 as the bf16 parameter and the int16 that is left."""
+    """Split an fp32 master weight into the bf16 parameter and the low bits as int16."""
     bits = value.contiguous().view(torch.int32)
     low = bits.to(torch.int16)
     high = (bits >> 16) + (low < 0)

@@ -75,7 +75,8 @@ def agree_once(
         op: the function that calls this.
         groups: of ranks that must agree, see `agree`.
         facts: what must be equal on all ranks, by name.
-        values: returns more of it, which may be other in every call: compared in the first alone.
+        values: returns further facts that may differ from call to call; they are compared only
+            before the first call with these `facts`.
     """
     if torch.compiler.is_compiling() or is_capturing():
         return

@@ -1,10 +1,10 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
-Small ones run on the caller's stream: the host's time decides how long they take, and another
-stream would cost the host more than it gains. If the ranks share a host, they are `OneShot`
-collectives. Those of 16 MiB and more are copies through peer memory, part by part, if a layer asks
-for that. All others are calls of torch.distributed. In compiled code all are torch's functional
-collectives.
+`way_of` chooses how a collective runs. Small ones run on the caller's stream: the host limits their
+speed, and a second stream would cost the host more time than overlap saves. If all ranks are on one
+host, small collectives are `OneShot` collectives. Collectives of 16 MiB and more are copies through
+peer memory, part by part, if a layer asks for that. All others are calls of torch.distributed. In
+compiled code all are torch's functional collectives.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Pending:
     Args:
         result: the tensor that the collective fills.
         work: a handle with `wait`, such as torch's; None if the result is there already.
-        finish: a function of the result, called by `wait`; `wait` returns what it returns.
-        held: tensors that must stay alive until then, because the collective reads them.
+        finish: a function of the result, called by `wait`, which returns the function's result.
+        held: tensors that must stay alive until `wait`, because the collective reads them.
     """
 
     __slots__ = ("_finish", "_held", "_parts", "_work", "result")
@@ -238,12 +238,12 @@ def _received_bytes(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> i
 
 
 def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
-    """Whether a collective takes so long that something should run beside it.
+    """Whether a collective takes so long that it should overlap with other work.
 
     Args:
-        x: what a rank has.
-        ranks: that take part.
-        whole: `x` has what all ranks get; else it is one rank's part of that.
+        x: the input on one rank.
+        ranks: the number of ranks that take part.
+        whole: `x` has the size of the tensor of all ranks; else it is one rank's part of that.
     """
     return _received_bytes(x, ranks, whole) > capture.HOST_BOUND_BYTES
 
@@ -252,7 +252,7 @@ def memory_for_parts(x: torch.Tensor | LazyProduct, group: Any, whole: bool) -> 
     """Peer memory for a collective in parts; None if parts would take longer, or there is none.
 
     Args:
-        x: what a rank has.
+        x: the input on one rank.
         group: process group.
         whole: see `is_large`.
     """
@@ -277,12 +277,12 @@ class Way(NamedTuple):
 
 
 def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: bool = False) -> Way:
-    """How a collective runs; while a CUDA graph is captured, torch's run on separate streams.
+    """How a collective runs; during CUDA graph capture, those of torch run on separate streams.
 
-    In compiled code torch runs all of them.
+    In compiled code torch runs all collectives.
 
     Args:
-        x: what a rank has.
+        x: the input on one rank.
         group: process group.
         whole: see `is_large`.
         in_parts: use peer memory if there is any for tensors of this size.

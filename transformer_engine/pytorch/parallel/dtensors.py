@@ -1,4 +1,4 @@
-"""DTensors and their checkpoints, imported when they are used: that takes half a second."""
+"""DTensors and their checkpoints, imported at the first use, because that takes half a second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dtensor_states() -> Any:
 
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor."""
+    """Whether an object is a DTensor, or another tensor that has a local part."""
     return hasattr(x, "to_local")
 
 

@@ -1,6 +1,7 @@
 """Exchange of tensors between the ranks of a group: a step of a ring, sums, collectives of stacks.
 
-A stack is `[ranks, ...]`: one tensor for each rank of the group, in their order.
+Context parallelism uses these. In a step of a ring each rank sends to the next one. A stack is
+`[ranks, ...]`: one tensor for each rank of the group, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class PendingReceive:
     Args:
         tensors: filled when `wait` returns.
         works: handles of torch.distributed.
-        sent: the tensors that this rank sends meanwhile; held until `wait`, must not be changed.
+        sent: the tensors that this rank sends meanwhile; they are held until `wait`, and must not
+            be changed before.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class PendingReceive:
         """The tensors that were lent are no longer read or sent."""
 
     def start_copy(self) -> None:
-        """Begin to copy the tensors that were lent."""
+        """Start copying the tensors that were lent."""
 
     def keep(self) -> Sequence[torch.Tensor]:
-        """The tensors that were lent, or copies, to keep. They are released."""
+        """The tensors that were lent, or copies, for the caller to keep; the memory is released."""
         return self._tensors
 
 
@@ -66,7 +68,7 @@ class _PeerTensor:
         memory: peer memory of the ring.
         to: the receiver of `x`.
         source: the sender.
-        slot: of the memory.
+        slot: the slot of the memory.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class _PeerTensor:
             self._transfer.start_copy(self._source, self._copy)
 
     def keep(self) -> torch.Tensor:
-        """The copy that was begun; the peer memory is free again."""
+        """The copy that `start_copy` has started; the peer memory is free again."""
         assert self._copy is not None
         if self._lent is not None:
             self._transfer.finish(self._copy)
@@ -169,12 +171,13 @@ def send_to_next(
 
 
 class SummandExchange:
-    """Sums of tensors to which every rank has a summand. Ranks send each other theirs one by one.
+    """Sums of one tensor per rank, to which every rank adds a summand; sent rank by rank.
 
-    They are summed in fp32 and rounded once, to their own dtype.
+    It is a reduce-scatter whose summands become known one after the other, as in the backward of
+    ring attention. Summands are added in fp32 and rounded once, to their own dtype.
 
     Args:
-        group: whose ranks call all of this in the same order.
+        group: process group; all its ranks make the same calls in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -185,14 +188,14 @@ class SummandExchange:
         self._totals: list[torch.Tensor] = []
 
     def send(self, summands: Sequence[torch.Tensor], to: int, source: int) -> None:
-        """Send the summands of the rank `to`, and begin to receive those of the rank `source`.
+        """Send summands to the rank `to`, and begin to receive those of the rank `source`.
 
-        Each other rank is `to` once, and `source` once.
+        Over all calls, each other rank is `to` once and `source` once.
 
         Args:
             summands: one or two, of equal sizes on all ranks, and in all calls.
-            to: rank of the group.
-            source: likewise.
+            to: rank in the group.
+            source: rank in the group.
         """
         summands = [x.contiguous() for x in summands]
         if not self._sent:
@@ -224,7 +227,7 @@ class SummandExchange:
         return [t.add_(x).to(x.dtype) for t, x in zip(self._totals, own, strict=True)]
 
     def wait(self) -> None:
-        """Called if another collective needs the memory, because the call of this one has failed.
+        """Called if another collective needs the memory because this exchange was never finished.
 
         Raises:
             RuntimeError: always.

@@ -1,4 +1,7 @@
-"""Sums gradients over sequence parallel ranks, which compute them from their own tokens alone."""
+"""Sums gradients of replicated parameters over sequence parallel ranks.
+
+Each of these ranks computes such gradients from its own tokens only.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def mark_own_tokens(module: nn.Module, ranks: TensorParallel) -> None:
 
 
 def _replicated(module: nn.Module) -> list[tuple[nn.Parameter, TensorParallel]]:
-    """Parameters to sum, each once, with the ranks of the innermost module that knows some.
+    """Parameters whose gradients are summed, with the ranks of the innermost module that has some.
 
     It runs in every step, so it reads the dicts of modules: their `__getattr__` takes longer.
     """
@@ -89,7 +92,7 @@ def _replicated(module: nn.Module) -> list[tuple[nn.Parameter, TensorParallel]]:
 
 
 def _is_named(part: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether to sum a parameter. `fully_shard` drops its attribute, but keeps the spec."""
+    """Whether the parameter, or its spec, which `fully_shard` keeps, has `sequence_parallel`."""
     if getattr(parameter, "sequence_parallel", False):
         return True
     specs = part.__dict__.get("_parameter_set")

@@ -32,11 +32,13 @@ def group_size(group: Any) -> int:
 
 
 class TensorParallel:
-    """The tensor parallel ranks of a module; stages hold it, because the group may be set later.
+    """The tensor parallel ranks of a module.
+
+    Stages hold this object, not the group, because the group may be set after they are made.
 
     Args:
-        op: kind of the module, for messages.
-        layer: its name, likewise.
+        op: class of the module, for messages.
+        layer: name of the module, for messages.
         group: process group; None if `set_group` follows before the first forward.
         size: the number of ranks that share the module; may be 1 if there is a group.
         sequence: activations outside the parallel region are sharded along their first axis.
@@ -46,8 +48,8 @@ class TensorParallel:
         overlap: the collectives that run in chunks; none without `sequence`.
 
     Raises:
-        TypeError: `group` is no process group.
-        ValueError: a group of another size.
+        TypeError: `group` is not a process group.
+        ValueError: a group whose size is not `size`.
     """
 
     def __init__(self, op: str, layer: str, group: Any, size: int, sequence: bool = False) -> None:
@@ -76,7 +78,7 @@ class TensorParallel:
         """Set the group; it must have `size` ranks.
 
         Raises:
-            TypeError: no process group.
+            TypeError: not a process group.
             ValueError: a group of another size, or another group after the first forward.
         """
         check_group(self.op, "tp_group", group, self.layer)
@@ -97,12 +99,12 @@ class TensorParallel:
     def check(self) -> Any:
         """The group, for a collective of a forward.
 
-        A backward reads `group`: torch 2.11 does not compile one that changes `used`.
+        A backward reads `group` instead: torch 2.11 does not compile a backward that sets `used`.
 
         Raises:
             RuntimeError: the group was not set.
         """
-        # If compiled code read `used`, its second call would compile it again.
+        # If compiled code read `used`, the second call would compile again, as `used` has changed.
         if torch.compiler.is_compiling() or not self.used:
             found = group_size(self.group)
             if found != self.size:
@@ -156,7 +158,7 @@ class SharedByRanks(Remakable):
     """Base of modules that tensor parallel ranks may share.
 
     Attributes:
-        ranks: the ranks that share it.
+        ranks: the ranks that share the module.
     """
 
     ranks: TensorParallel
@@ -187,7 +189,7 @@ class SharedByRanks(Remakable):
             tp_group: process group of `tp_size` ranks.
 
         Raises:
-            TypeError: no process group.
+            TypeError: not a process group.
             ValueError: a group of another size, or another group after the first forward.
         """
         self.ranks.set_group(tp_group)

@@ -1,7 +1,8 @@
-"""Memory that all ranks of a group map, if they share a host.
+"""Memory that all ranks of a group map, if they are on one host.
 
-On GPUs it is torch's symmetric memory. On CPUs it is a file without a name. Each rank locks a byte
-of it: the lock ends with the rank's process, so other ranks can detect that.
+On GPUs it is torch's symmetric memory. On CPUs it is a file whose name is deleted once all ranks
+have opened it. Each rank locks one byte of the file. The lock ends with the process of the rank, so
+that other ranks, which wait for it, can find out.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class MappedMemory(NamedTuple):
     """Memory of one rank, which the others map.
 
     Attributes:
-        own: uint8, of this rank, zeroed.
-        addresses: at which this process maps the memory of each rank.
-        lock_file: a descriptor of the file on CPUs, of which rank r has locked byte r; else -1.
-        held: keeps the memory mapped.
+        own: uint8, the memory of this rank, zeroed.
+        addresses: the addresses in this process of the memory of each rank.
+        lock_file: on CPUs the descriptor of the file, in which rank r has locked byte r; else -1.
+        held: objects that keep the memory mapped.
     """
 
     own: torch.Tensor
@@ -44,14 +45,14 @@ class MappedMemory(NamedTuple):
 
 
 def map_memory(group: Any, device: torch.device, size: int) -> MappedMemory | None:
-    """Map memory; None on all ranks if one cannot map that of another.
+    """Map memory; None on all ranks if some rank cannot map the memory of another.
 
-    All ranks must call this. On GPUs it waits for them.
+    All ranks must call this. On GPUs it waits for the device.
 
     Args:
         group: process group.
-        device: of this rank.
-        size: bytes of each rank.
+        device: the device of this rank.
+        size: the size of the memory of each rank, in bytes.
     """
     found = _among_gpus(group, device, size) if device.type == "cuda" else _in_file(group, size)
     if found is not None:
@@ -69,7 +70,7 @@ def _from_all(group: Any, own: Any) -> list[Any]:
 
 
 def _host() -> tuple[str, str]:
-    """Equal only for processes on one host; different hosts may have one name."""
+    """Equal only for processes on one host; the boot id differs where hosts have the same name."""
     return socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
 
 
@@ -86,7 +87,7 @@ def _among_gpus(group: Any, device: torch.device, size: int) -> MappedMemory | N
     own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     try:
         handle = symmetric_memory.rendezvous(own, group.group_name)
-    except RuntimeError:  # as in a container that must not share descriptors of files
+    except RuntimeError:  # for example, a container that does not allow to share file descriptors
         return None
     views = [handle.get_buffer(r, (size,), torch.uint8) for r in range(len(gpus))]
     return MappedMemory(own, [view.data_ptr() for view in views], -1, views)
@@ -109,7 +110,7 @@ def _in_file(group: Any, size: int) -> MappedMemory | None:
     hosts, processes, paths = zip(*said, strict=True)
     lock_file = -1
     if paths[0] and len(set(hosts)) == 1 and len(set(processes)) == ranks:
-        with contextlib.suppress(OSError):  # as in a container of its own
+        with contextlib.suppress(OSError):  # for example, in another container
             lock_file = os.open(paths[0], os.O_RDWR)
     mapped = _from_all(group, lock_file >= 0)
     if path:

@@ -1,13 +1,13 @@
 """Meetings: ranks compare on their hosts what they are about to do together.
 
 A collective that ranks call with different arguments hangs or mixes up data. So ranks meet before
-the first collective of each structure: every rank posts its facts in the key-value store of
+the first collective of each kind: every rank posts its facts in the key-value store of
 torch.distributed, the first rank of the group compares them and posts a verdict, and all ranks read
-it. No device waits, and later collectives cost nothing. If a rank does not come, the others name it
-after the timeout of the group.
+the verdict. No device waits, and later collectives cost nothing. If a rank does not come, the
+others name it after the timeout of the group.
 
-A collective could not do this: if one rank skips it, it would be matched with the next collective
-that this rank calls.
+The facts could not be compared by a collective: if one rank skipped that collective, it would be
+matched with the next one that the rank calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import default_store, group_timeout
 
-Facts = Mapping[str, Any]  # of JSON
+Facts = Mapping[str, Any]  # values that JSON can hold
 Judge = Callable[[Mapping[int, Facts]], Facts]  # facts by rank to a verdict
 
 _GRACE = timedelta(seconds=3)  # other ranks wait this much longer for the first rank's verdict
@@ -57,7 +57,7 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def failures() -> int:
-    """How many meetings have failed so far, on any ranks; 0 where there are no ranks yet."""
+    """How many meetings have failed so far, on any ranks; 0 before torch.distributed starts."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return 0
     store: Any = default_store()
@@ -71,11 +71,11 @@ class Meeting:
 
     Args:
         group: process group; None is all ranks.
-        purpose: meetings are counted separately for each purpose and ranks.
-        op: the module or function that messages name; empty for the purpose.
+        purpose: meetings are counted separately for each purpose and set of ranks.
+        op: the module or function that messages name; if empty, they name the purpose.
         advice: what all ranks must do, for messages about ranks that did not come.
-        since: `failures` when what the meetings are about began: this rank passes over meetings
-            that had failed before, which it would have missed.
+        since: the value of `failures` when the activity that meetings are about began. This rank
+            skips meetings that had failed before that time.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Meeting:
         """Hold a meeting; every rank of the group must call this.
 
         Args:
-            facts: of this rank.
+            facts: the facts of this rank.
             doing: what this rank is about to do, in words: "step() of iteration 3".
             judge: called on the first rank with the facts of all. All ranks return its result.
 

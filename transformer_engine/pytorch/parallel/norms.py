@@ -1,4 +1,8 @@
-"""The norm of gradients that are sharded over ranks, with few launches and collectives."""
+"""The norm of gradients that are sharded over ranks, with few launches and collectives.
+
+Gradients are grouped by the ranks that have other parts of them. Each rank sums the squares of a
+group by one kernel, and one all-reduce per process group adds the sums of all its groups.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,9 @@ class _Kind(NamedTuple):
     """A kind of gradients; the squares of one kind are summed together.
 
     Attributes:
-        groups: of ranks that have other parts of them.
-        device: of this rank's parts.
-        by_kernel: our kernel reads their dtype.
+        groups: the process groups whose ranks have other parts of the gradients.
+        device: the device of this rank's parts.
+        by_kernel: our kernel supports the dtype of the gradients.
     """
 
     groups: tuple[Any, ...]
@@ -35,14 +39,14 @@ def total_norm(
 ) -> torch.Tensor:
     """The Euclidean norm of all gradients together, the same on all ranks.
 
-    Each rank sums the squares of its parts. One collective of few values for each group that shards
-    a gradient adds up these sums.
+    Each rank sums the squares of its parts. For each group that shards a gradient, one all-reduce
+    of a few values adds up these sums.
 
     Args:
         gradients: at least one; plain tensors, and DTensors of any meshes and placements.
         cut: for each gradient, whether the ranks of `group` have different parts of it; if not, all
             ranks have the same gradient, and only the first rank counts it.
-        group: its ranks pass the same gradients in the same order; None if there is none.
+        group: process group whose ranks pass the same gradients in the same order, or None.
 
     Returns:
         One value, fp32; fp64 where there are gradients of other dtypes than fp32, fp16 and bf16.
@@ -84,8 +88,8 @@ def _part_and_groups(
     """This rank's part of a DTensor, and the groups of ranks with other parts.
 
     Args:
-        gradient: replicated along the other dimensions of its mesh.
-        known: groups by mesh, and whether its dimensions cut; grows.
+        gradient: a DTensor.
+        known: a cache of groups, by mesh and by which dimensions of the mesh shard the gradient.
     """
     if any([one.is_partial() for one in gradient.placements]):  # no rank has values of the whole
         replicate = dtensors().Replicate()

@@ -1,8 +1,8 @@
 """One-shot collectives, which pass small tensors between the ranks of one host.
 
-A rank writes directly to the memory of the others: `csrc/ops/one_shot.h`. A call is one operation
-of `_C`, so it can be recorded with the stages around it, and costs the host no more than any other
-kernel.
+Each rank writes its tensor directly into the memory of all others, in one step, and then reads what
+the others have written: see `csrc/ops/one_shot.h`. A call is one operation of `_C`, so it can be
+recorded with the stages around it, and costs the host no more time than any other kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformer_engine.pytorch._torch_private import group_timeout
 from transformer_engine.pytorch.parallel.mapped_memory import map_memory
 
 _CONCATENATE, _SUM, _MAX = range(3)  # te::Combine
-# Of a slot, for what all others send; larger tensors pass piece by piece.
+# The bytes of a slot, for the tensors of all other ranks; larger tensors are sent in pieces.
 _ROOM = {"cuda": 16 * 1024 * 1024, "cpu": 1024 * 1024}
 _SLOTS = 2
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,16 +31,16 @@ _known: WeakKeyDictionary[Any, OneShot | None] = WeakKeyDictionary()
 class OneShot:
     """One-shot collectives of a group, for tensors on one device.
 
-    All ranks must call the same ones in the same order. Calls on several streams follow one
-    another.
+    All ranks must call the same collectives in the same order. Calls on different streams run one
+    after the other.
 
     Args:
         group: process group.
-        device: of this rank.
-        memory: mapped by all ranks.
+        device: the device of this rank.
+        memory: a `MappedMemory` of the group.
 
     Attributes:
-        tensors: that calls read and write beside their arguments; they persist.
+        tensors: persistent tensors that calls read and write beside their arguments.
     """
 
     def __init__(self, group: Any, device: torch.device, memory: Any) -> None:
@@ -86,7 +86,7 @@ def one_shot_of(group: Any, device: torch.device) -> OneShot | None:
             return None
         _known[group] = _new(group, device)
     found = _known[group]
-    # Stand-ins of a recording are on the CPU.
+    # While a call is recorded, tensors are stand-ins on the CPU.
     if found is None or not (found.device == device or _C.is_recording()):
         return None
     return found
@@ -104,7 +104,7 @@ def _new(group: Any, device: torch.device) -> OneShot | None:
 
 
 def one_shot_tensors(group: Any) -> tuple[torch.Tensor, ...]:
-    """`OneShot.tensors` of a group; none before `one_shot_of`."""
+    """`OneShot.tensors` of a group; empty before `one_shot_of` was called."""
     found = _known.get(group or dist.group.WORLD)
     return () if found is None else found.tensors
 

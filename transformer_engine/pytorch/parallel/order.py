@@ -1,7 +1,8 @@
 """Two orders of tokens: by rank, as context parallel ranks have them, and by sequence.
 
 `[ranks, ...]` holds the tokens of each rank. A sequence is cut into `2 * ranks` chunks, of which
-rank r has the chunks r and `2 * ranks - 1 - r`.
+rank r has the chunks r and `2 * ranks - 1 - r`. With causal masks, late tokens attend to more keys
+than early ones; one early and one late chunk give all ranks the same amount of work.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def to_rank_order(
 def rank_order_positions(starts: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
     """int64 `[tokens]`: the position of each token of thd in the order by rank.
 
-    Tokens behind the last sequence fill the places that are left on each rank.
+    Tokens behind the last sequence (padding) fill the places that are left on each rank.
     """
     starts = starts.to(torch.int64)
     token = torch.arange(tokens, device=starts.device)

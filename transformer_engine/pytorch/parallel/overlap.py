@@ -1,4 +1,4 @@
-"""Which collectives of a layer overlap with GEMMs, as its `ub_*` arguments ask."""
+"""Which collectives of a layer overlap with GEMMs, as requested by the layer's `ub_*` arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OverlapArguments(NamedTuple):
     name: str | None = None
 
     def overlap(self, columns: bool, rows: bool) -> Overlap:
-        """The overlap that they ask for, of column-parallel GEMMs, row-parallel GEMMs, or both."""
+        """The overlap that these arguments request for column-parallel and row-parallel GEMMs."""
         return Overlap(
             self.gathers and columns,
             self.scatters and rows,

@@ -23,14 +23,14 @@ from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_
 
 # On CPUs the host does all the work, so nothing would overlap.
 DEVICES = {"cuda"}
-# Smaller tensors arrive sooner by a collective, which takes less of the host's time.
+# Smaller tensors arrive sooner by a collective, which takes less time on the host.
 LEAST_BYTES = 4 * 1024 * 1024
 _MOST_SLOTS = 4  # te::kRingSlots
 _ALL_OTHERS = -1  # te::kAllOthers
 _ALIGNMENT = 512
 
-# By group, then by whether it serves a ring; None if its ranks cannot map each other's memory. An
-# entry ends with its group.
+# Memories by group, then by `ring`; None if the ranks cannot map each other's memory. The entry of
+# a group is dropped with the group.
 _memories: WeakKeyDictionary[Any, dict[bool, PeerMemory | None]] = WeakKeyDictionary()
 
 
@@ -39,14 +39,14 @@ def peer_memory(
 ) -> PeerMemory | None:
     """The peer memory of a group; None if tensors of this size must be sent in another way.
 
-    The result is the same on all ranks. If tensors are larger than before, it waits for the GPU and
-    allocates; but not while a call is recorded or captured into a CUDA graph.
+    The result is the same on all ranks. For tensors that are larger than before, the call waits for
+    the GPU and allocates memory, but not while a call is recorded or captured into a CUDA graph.
 
     Args:
         group: process group.
-        device: of the tensors.
-        count: bytes of each.
-        ring: a rank sends to the next one and to the previous one alone.
+        device: the device of the tensors.
+        count: the bytes of each tensor.
+        ring: a rank sends only to the next rank and to the previous one.
 
     Raises:
         NotRecordedError: while recording, if the call needs new memory.
@@ -61,7 +61,7 @@ def peer_memory(
             raise capture.NotRecordedError("a collective that needs more peer memory")
         return found
     if device.type not in DEVICES:
-        if device.type == "cpu":  # but meta tensors do not tell the device of others
+        if device.type == "cpu":  # meta tensors say nothing about the device of later calls
             memories[ring] = None
         return None
     if found is None or found.room < count:
@@ -80,7 +80,7 @@ def peer_memory(
 
 
 def peer_tensors(group: Any, ring: bool = False) -> tuple[torch.Tensor, ...]:
-    """`PeerMemory.tensors` of a group; none before `peer_memory`."""
+    """`PeerMemory.tensors` of a group; empty before `peer_memory` was called."""
     found = _memories.get(group or dist.group.WORLD, {}).get(ring)
     return () if found is None else found.tensors
 
@@ -94,7 +94,7 @@ def device_in_ring(x: torch.Tensor, group: Any) -> torch.device:
 
 
 def drop_recorded() -> None:
-    """Forget the transfers of a recording that was given up before it ended."""
+    """Drop the transfers of a recording that was aborted."""
     for found in [one for memories in _memories.values() for one in memories.values()]:
         if found is not None:
             left = [pair for pair in found.waiting if not pair[0].recorded]
@@ -120,12 +120,12 @@ class PeerMemory:
         ring: see `peer_memory`.
 
     Attributes:
-        rank: of this process in the group.
+        rank: the rank of this process in the group.
         ranks: the number of ranks.
-        others: the other ranks in the order of sending: at any time all ranks send to different
-            ones.
+        others: the other ranks, in the order in which this rank sends: at any time all ranks send
+            to different receivers.
         slots: the number of slots of each sender.
-        tensors: that calls read and write beside their arguments; they persist.
+        tensors: persistent tensors that calls read and write beside their arguments.
     """
 
     def __init__(self, group: Any, mapped: MappedMemory, room: int, ring: bool) -> None:
@@ -138,10 +138,10 @@ class PeerMemory:
         self.slots = _C.peer_slots(self.ranks, ring)
         handles = [0] * (2 + _MOST_SLOTS)
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device, priority=-1)  # of sends
+            stream = torch.cuda.Stream(device, priority=-1)  # on which sends run
             events = [torch.cuda.Event() for _ in range(1 + _MOST_SLOTS)]
             for event in events:
-                event.record(stream)  # which makes it
+                event.record(stream)  # torch creates the CUDA event at the first record
             handles = [stream.cuda_stream, *[event.cuda_event for event in events]]
             held += [stream, events]
         # te::PeerField
@@ -160,8 +160,9 @@ class PeerMemory:
         """A new transfer for a collective, whose `wait` must call `Transfer.receive`.
 
         Args:
-            collective: see above.
-            slot: of the memory, the same on all ranks. A transfer that waits in it is received now.
+            collective: the collective that will receive the transfer.
+            slot: the slot of the memory, the same on all ranks. If an earlier transfer still waits
+                in the slot, it is received now.
         """
         for transfer, started in [*self.waiting]:
             if transfer.slot == slot:
@@ -175,7 +176,7 @@ class PeerMemory:
         return self._bytes(sender, slot, like.nbytes).view(like.dtype).view(like.shape)
 
     def across(self, slot: int, shape: tuple[int, int]) -> torch.Tensor | None:
-        """A uint8 tensor across a slot; each rank writes a part. None if there is no room."""
+        """A uint8 tensor over a slot, of which each rank writes a part; None if it does not fit."""
         count = math.prod(shape)
         if count > self.room * len(self.others):
             return None
@@ -191,19 +192,19 @@ class Transfer:
 
     Args:
         memory: peer memory.
-        slot: of the memory.
+        slot: the slot of the memory.
     """
 
     def __init__(self, memory: PeerMemory, slot: int) -> None:
         self.memory, self.slot = memory, slot
         self.recorded = _C.is_recording()
-        self._last: torch.Tensor | None = None  # that was sent
+        self._last: torch.Tensor | None = None  # the tensor that was sent last
 
     def send(self, rank: int, x: torch.Tensor) -> None:
         """Send a tensor after the current stream has computed it.
 
-        The tensor must not be freed before `receive` has ended. All tensors that are sent share
-        memory, or `finish` is called with each.
+        The tensor must not be freed before `receive` has ended. Tensors that are sent by one
+        transfer must share memory; otherwise `finish` must be called with each of them.
 
         Args:
             rank: the receiver.
@@ -222,12 +223,12 @@ class Transfer:
         self._last = x
 
     def receive_all(self) -> None:
-        """Wait for what all others send, until `release_all`; as `receive` does."""
+        """Wait for the tensors of all others, valid until `release_all`; see `receive`."""
         self._come_next()
         _C.peer_receive(*self.memory.tensors, _ALL_OTHERS, self.slot)
 
     def release_all(self) -> None:
-        """What others have sent is no longer read; also wait for the end of this rank's sends."""
+        """Let others write to the slot again, and wait for the end of this rank's sends."""
         self.release(_ALL_OTHERS)
         self._finish()
 
@@ -256,7 +257,7 @@ class Transfer:
         self.release_all()
 
     def borrow(self, like: torch.Tensor, sender: int) -> torch.Tensor:
-        """The tensor of a rank, in peer memory, until `release`; this rank's send has ended, too.
+        """The tensor from a rank, in peer memory, valid until `release`; waits for own sends, too.
 
         Args:
             like: as in `receive`.
@@ -269,21 +270,21 @@ class Transfer:
         return memory.received(sender, slot, like)
 
     def start_copy(self, sender: int, out: torch.Tensor) -> None:
-        """Begin to copy what was borrowed, beside the current stream; `finish` waits for it."""
+        """Start a copy of the borrowed tensor on another stream; `finish` waits for the copy."""
         _C.peer_copy(out, *self.memory.tensors, sender, self.slot)
 
     def release(self, sender: int) -> None:
-        """Let a sender, or all, write to the slot again when the current stream gets here."""
+        """Let a sender, or all, write to the slot again once the current stream is this far."""
         _C.peer_release(*self.memory.tensors, sender, self.slot)
 
     def receive_sum(self, own: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The sum of a tensor and of those that all others have sent, in fp32, rounded once.
+        """The sum of `own` and of the tensors of all others, added in fp32 and rounded once.
 
-        As `receive`, it waits for collectives that were started earlier, and for this rank's sends.
+        Like `receive`, it waits for collectives that were started earlier, and for its own sends.
 
         Args:
             own: contiguous, with the shape and dtype of those received.
-            bias: `[cols]`, of that dtype, added to the sum; may be None.
+            bias: `[cols]`, of the dtype of `own`, added to the sum; may be None.
         """
         self._come_next()
         out = torch.empty_like(own)
@@ -298,7 +299,7 @@ class Transfer:
         waiting.popleft()
 
     def finish(self, x: torch.Tensor) -> None:
-        """Wait for this rank's last send, or copy: the memory of `x` may be used again."""
+        """Wait for this rank's last send or copy, so that the memory of `x` may be used again."""
         _C.peer_finish(x, *self.memory.tensors, self.slot)
 
     def _finish(self) -> None:

@@ -15,7 +15,7 @@ class Shard:
     """An equal part, along one dimension, of each section of a whole tensor.
 
     Attributes:
-        ranks: that have the parts.
+        ranks: the ranks that have the parts.
         dim: the dimension along which the tensor is divided.
         sections: sizes of the sections in the whole tensor; () for one section.
     """

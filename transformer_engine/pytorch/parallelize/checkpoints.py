@@ -1,7 +1,7 @@
-"""States of shared models and of their optimizers, for `torch.distributed.checkpoint`.
+"""State dicts of shared models and of their optimizers, for `torch.distributed.checkpoint`.
 
-A state names every tensor as one process does, and holds it as a DTensor of the whole: what is
-saved under one layout loads under another.
+A state dict uses the names that tensors have in one process, and holds each tensor as a DTensor of
+the whole. So a checkpoint that is saved with one layout of ranks can be loaded with another.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MESH = "_te_mesh"
 
 
 def share_state(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let state dicts of a layer have whole tensors, as DTensors, and load them.
+    """Make state dicts of a layer hold whole tensors, as DTensors, and load such tensors.
 
     Args:
-        module: a layer that ranks share, with its parts.
-        mesh: with a dimension `tp`.
+        module: a layer that ranks share; its submodules are included.
+        mesh: a mesh with a dimension `tp`.
     """
     for part in module.modules():
         shards = {one.name: one.shard for one in held(part) if one.shard and "." not in one.name}
@@ -46,15 +46,15 @@ def share_state(module: nn.Module, mesh: DeviceMesh) -> None:
 def get_state_dict(
     model: nn.Module, optimizers: Any, *, options: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `get_state_dict` of `torch.distributed.checkpoint.state_dict`, of shared models, too.
+    """Like `torch.distributed.checkpoint.state_dict.get_state_dict`, also for shared models.
 
-    What an optimizer keeps for a parameter that ranks share is a DTensor of the whole, as the
-    parameter is. All ranks call it.
+    Parameters that ranks share, and an optimizer's states of them, become DTensors of the whole.
+    All ranks must call this.
 
     Args:
-        model: that `parallelize` may have changed, and `fully_shard` or DistributedDataParallel.
-        optimizers: one, or several.
-        options: of torch's function.
+        model: the model, also after `parallelize`, `fully_shard` or DistributedDataParallel.
+        optimizers: one optimizer, or several.
+        options: see torch's function.
 
     Returns:
         The states of the model and of the optimizers.
@@ -81,14 +81,14 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: Any = None,
 ) -> Any:
-    """As `set_state_dict` of `torch.distributed.checkpoint.state_dict`, of shared models, too.
+    """Like `torch.distributed.checkpoint.state_dict.set_state_dict`, also for shared models.
 
     Args:
         model: see `get_state_dict`.
         optimizers: see `get_state_dict`.
-        model_state_dict: of `get_state_dict`, loaded.
-        optim_state_dict: likewise.
-        options: of torch's function.
+        model_state_dict: the model's state from `get_state_dict`, after loading.
+        optim_state_dict: the optimizers' states from `get_state_dict`, after loading.
+        options: see torch's function.
 
     Returns:
         What torch's function returns.
@@ -119,7 +119,7 @@ def set_state_dict(
 
 
 def _shared(model: nn.Module) -> list[tuple[str, Shard, DeviceMesh]]:
-    """Names (without those of wrappers) and parts of what ranks share, with their meshes."""
+    """Name (without names of wrappers), shard and mesh of each parameter that ranks share."""
     found = []
     for path, module in model.named_modules():
         mesh: Any = getattr(module, _MESH, None)
@@ -131,8 +131,8 @@ def _shared(model: nn.Module) -> list[tuple[str, Shard, DeviceMesh]]:
 
 
 def _distributed(x: torch.Tensor, shard: Shard, mesh: DeviceMesh) -> torch.Tensor:
-    """A whole tensor as a DTensor, of the part that this rank has."""
-    if is_dtensor(x) or shard.sections:  # no placement says what they have
+    """A DTensor of the whole tensor, made of the part that this rank has."""
+    if is_dtensor(x) or shard.sections:  # no placement describes shards of several sections
         return cut_evenly(gather_whole(x, shard), mesh)
     return dtensors().DTensor.from_local(
         x, mesh["tp"], [dtensors().Shard(shard.dim)], run_check=False
@@ -159,7 +159,7 @@ def _take_parts(
 def _part_of_state(
     shards: dict[str, Shard], module: nn.Module, name: str, x: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of what a state dict has for a parameter: whole, cut, or that part."""
+    """This rank's part of a tensor in a state dict, which may be whole, a DTensor, or the part."""
     shard, like = shards.get(name), getattr(module, name)
     if shard is not None and (is_dtensor(x) or x.shape == shard.whole_shape(like.shape)):
         return part_like(gather_whole(x, None), shard, like)

@@ -1,4 +1,4 @@
-"""The norm of the gradients of a model of which every rank has a part."""
+"""`clip_grad_norm_` for models of which every rank has a part."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformer_engine.pytorch.parallelize.parameters import held
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, with the norm of what all ranks have together.
+    """Like `torch.nn.utils.clip_grad_norm_`, with the norm of the whole model's gradients.
 
-    Ranks of tensor parallelism have parts of some parameters and all of others, which count once.
-    Behind `fully_shard` gradients are parts of those.
+    Ranks of tensor parallelism have shards of some parameters, and copies of others, which count
+    once. `fully_shard` may have divided both again.
 
     Args:
-        model: that `parallelize` and `fully_shard` may have cut; with sequence parallelism call
-            `all_reduce_sequence_parallel_grads` first.
-        max_norm: of all gradients together, in the Euclidean sense.
+        model: the model, also after `parallelize` and `fully_shard`. With sequence parallelism,
+            call `all_reduce_sequence_parallel_grads` first.
+        max_norm: the largest Euclidean norm of all gradients together.
 
     Returns:
         The norm before clipping.
 
     Raises:
-        TypeError: parameters in place of a model; a norm that is no number.
+        TypeError: parameters in place of a model; a norm that is not a number.
 
     >>> model = nn.Linear(4, 2)
     >>> model(torch.ones(1, 4)).sum().backward()
@@ -56,7 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 @torch.no_grad()
 def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """In place. Torch has one launch for those of one device and dtype, which the factor has."""
+    """Multiply gradients in place, with one call of torch for each device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in map(local_part, gradients):
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)

@@ -1,4 +1,8 @@
-"""`parallelize`: ranks of a mesh share a model that is built already."""
+"""`parallelize`: lets the ranks of a mesh share a model that is built already.
+
+Layers are made anew on the meta device with a tensor parallel group, and then take the place of the
+originals, with this rank's part of the parameters: see `remake`.
+"""
 
 from __future__ import annotations
 
@@ -45,25 +49,26 @@ def parallelize(
     cp_comm_type: str = "p2p",
     cp_stream: Any = None,
 ) -> nn.Module:
-    """Let the ranks of a mesh share a built model: its weights become this rank's parts of them.
+    """Let the ranks of a mesh share a built model: each rank keeps its part of the weights.
 
     Call it before the model's first forward, before an optimizer is made, and before `fully_shard`
-    or DistributedDataParallel, which take the other dimensions of the mesh. Ranks must have equal
-    models: from one seed, or from one checkpoint.
+    or DistributedDataParallel, which take the other dimensions of the mesh. The model must be equal
+    on all ranks, for example from one seed or one checkpoint.
 
     Args:
-        model: with layers of this package; a layer is a model, too. It is changed in place.
-        mesh: its dimension `tp`, where it has one, shares layers (tensor parallelism); its
-            dimension `cp` shares sequences (context parallelism, see `shard_sequence`). Others are
-            for checkpoints alone, which are cut along all of them.
-        plan: for names of modules, or patterns such as `"blocks.*.up"`, what becomes of them:
+        model: a model with layers of this package, or one layer. It is changed in place.
+        mesh: its dimension `tp`, if any, shares layers (tensor parallelism); its dimension `cp`, if
+            any, shares sequences (context parallelism, see `shard_sequence`). Other dimensions
+            matter for checkpoints only, which are divided along all dimensions.
+        plan: maps names of modules, or patterns such as `"blocks.*.up"`, to what they become:
             `"column"` (Linear, LayerNormLinear, GroupedLinear: a rank has some of the outputs),
             `"row"` (Linear, GroupedLinear: some of the inputs), `"heads"` (DotProductAttention),
-            `"layer"` (TransformerLayer, MultiheadAttention and LayerNormMLP: what they become
-            without a plan), `"whole"` (every rank has all of it: what others become). With
-            `sequence_parallel` also `"scatter"`: a rank goes on with its part of the output along
-            the first dimension (embeddings), and `"tokens"`: it runs on a rank's tokens, as norms
-            between layers do. Gradients of both are summed by `all_reduce_sequence_parallel_grads`.
+            `"layer"` (the default of TransformerLayer, MultiheadAttention and LayerNormMLP),
+            `"whole"` (every rank has the whole module: the default of all others). With
+            `sequence_parallel` also `"scatter"`: the module's output is cut, and each rank goes on
+            with its part along the first dimension (embeddings); and `"tokens"`: the module runs on
+            a rank's own tokens, like norms between layers. The gradients of modules of these two
+            kinds must be summed by `all_reduce_sequence_parallel_grads`.
         sequence_parallel: between layers, ranks of `tp` have parts of the tokens, along the first
             dimension.
         cp_comm_type: `p2p`, `all_gather` or `a2a`, see `DotProductAttention`.
@@ -76,8 +81,8 @@ def parallelize(
         ValueError: a mesh without these dimensions; a name in the plan that no module has; sizes
             that ranks cannot share; layers that have run, that `fully_shard` has cut, or that
             were made for several ranks.
-        TypeError: no model or no mesh; a plan that is no mapping; a kind that a module cannot
-            become; a subclass with a constructor of its own.
+        TypeError: not a model or not a mesh; a plan that is not a mapping; a kind that a module
+            cannot become; a subclass with its own constructor.
 
     Example:
         >>> import torch
@@ -134,7 +139,7 @@ def _share_layers(
             remade.append((module, remake.counterpart(name, module, changes)))
         elif sequence_parallel and kind in ("scatter", "tokens"):
             scattered.append((module, kind))
-    for module, counterpart in remade:  # all could be made: no model is changed by half
+    for module, counterpart in remade:  # after all were made: an error leaves the model unchanged
         remake.become(module, counterpart)
         share_state(module, mesh)
     for module, kind in scattered:
@@ -142,7 +147,7 @@ def _share_layers(
 
 
 def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules by name, outermost first, with what they become; nothing inside of such a module."""
+    """Yields name, module and kind, outermost first; modules inside a yielded one are skipped."""
     names = [name for name, _ in model.named_modules()]
     unknown = sorted(one for one in plan if not any(fnmatchcase(name, one) for name in names))
     if unknown:
@@ -151,7 +156,7 @@ def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.
             "not have"
         )
     done: list[str] = []
-    inside = set(plan)  # entries that name nothing but parts of such modules
+    inside = set(plan)  # entries that match only modules inside of those that are yielded
     module: nn.Module
     for name, module in model.named_modules():
         if any(name.startswith(one) for one in done):
@@ -177,7 +182,7 @@ def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.
 
 
 def _scatter_output(module: nn.Module, ranks: TensorParallel, cut: bool) -> None:
-    """Note that gradients of its parameters are of a rank's tokens; `cut`: its output is, too."""
+    """Mark that a module's gradients come from a rank's own tokens; with `cut`, cut its output."""
     mark_own_tokens(module, ranks)
     if cut:
         module.register_forward_hook(partial(_own_part, ranks))

@@ -1,4 +1,4 @@
-"""Whole parameters, and the parts that a rank has of them."""
+"""Conversion between whole parameters and the parts that a rank has of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Held(NamedTuple):
     """A parameter of a rank.
 
     Attributes:
-        name: in the model.
-        parameter: what the rank has; a DTensor behind `fully_shard`.
-        shard: which part of the whole it is among ranks of tensor parallelism; None for all of it.
+        name: the name in the model.
+        parameter: the rank's parameter; a DTensor after `fully_shard`.
+        shard: which part of the whole parameter it is among tensor parallel ranks; None if they do
+            not divide it.
     """
 
     name: str
@@ -44,7 +45,7 @@ def held(model: nn.Module) -> Iterator[Held]:
 
 
 def gather_whole(x: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """The whole tensor of which every rank has a part; all ranks call it."""
+    """The whole tensor of which every rank has a part; all ranks must call this."""
     piece = piece_of(x)
     if piece is not None:
         x = with_piece(x, piece.dequantize())
@@ -58,7 +59,7 @@ def gather_whole(x: torch.Tensor, shard: Shard | None) -> torch.Tensor:
 
 
 def part_like(whole: torch.Tensor, shard: Shard | None, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, cut as another one is; nothing is sent."""
+    """This rank's part of a whole tensor, divided as `like` is; there is no communication."""
     if shard is not None:
         rank = shard.ranks.rank
         assert rank is not None
@@ -72,15 +73,15 @@ def part_like(whole: torch.Tensor, shard: Shard | None, like: torch.Tensor) -> t
 
 
 def gather_parameter(model: nn.Module, name: str, x: torch.Tensor | None = None) -> torch.Tensor:
-    """A whole parameter, or a whole tensor that is shared as the parameter is; all ranks call it.
+    """The whole of a parameter, or of a tensor that is divided like it; all ranks must call this.
 
     Args:
-        model: that `parallelize` and `fully_shard` may have cut.
-        name: of the parameter in the model.
-        x: its gradient, or what an optimizer keeps for it; None for its value.
+        model: the model, also after `parallelize` and `fully_shard`.
+        name: the name of the parameter in the model.
+        x: the parameter's gradient, or an optimizer's state of it; None for its value.
 
     Returns:
-        As one process has it.
+        The tensor as one process would have it.
 
     Raises:
         KeyError: no parameter has this name.
@@ -93,15 +94,15 @@ def gather_parameter(model: nn.Module, name: str, x: torch.Tensor | None = None)
 
 
 def shard_parameter(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a whole tensor that is shared as a parameter is.
+    """This rank's part of a whole tensor, divided like a parameter.
 
     Args:
-        model: that `parallelize` and `fully_shard` may have cut.
-        name: of the parameter in the model.
-        whole: of the size that the parameter has in one process, on every rank.
+        model: the model, also after `parallelize` and `fully_shard`.
+        name: the name of the parameter in the model.
+        whole: the whole tensor, of the parameter's size in one process; the same on every rank.
 
     Returns:
-        A part; a DTensor behind `fully_shard`.
+        The part; a DTensor after `fully_shard`.
 
     Raises:
         KeyError: no parameter has this name.
@@ -121,7 +122,7 @@ def _named(model: nn.Module, name: str) -> Held:
 
 
 def cut_evenly(whole: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """A whole tensor, cut along its first dimension among all ranks of a mesh; nothing is sent."""
+    """A DTensor of a whole tensor, divided along dimension 0 among all ranks, without sending."""
     return dtensors().distribute_tensor(
         whole, mesh, [dtensors().Shard(0)] * mesh.ndim, src_data_rank=None
     )

@@ -1,7 +1,8 @@
-"""A layer of one process becomes the layer that ranks share.
+"""Turns a layer of one process into a layer that ranks share, in place.
 
-Its constructor runs again, with the group and without memory. What that makes takes the place of
-what the layer had, and parameters are cut. Hooks, names and the objects themselves stay.
+`counterpart` runs the layer's constructor again on the meta device, with the process group.
+`become` copies the attributes of the result to the layer, and cuts the layer's parameters. The
+module objects, their hooks and their names stay the same.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Mod
     """The same layer for several ranks, on meta; the layer itself stays as it is.
 
     Args:
-        path: of the layer in its model, for messages.
+        path: the layer's name in the model, for messages.
         module: a layer of this package.
-        changes: arguments of its constructor that are others now.
+        changes: the arguments of the constructor that change.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see `parallelize`.
@@ -58,14 +59,14 @@ def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Mod
 
 
 def _weights_as_in(module: nn.Module) -> quantized_model_init:
-    """The scope in which a layer was made whose weights are in FP8, or are not."""
+    """The `quantized_model_init` in which a layer was made, or one that is not enabled."""
     sets = [getattr(part, "_parameter_set", None) for part in module.modules()]
     found = next((one.init for one in sets if one is not None and one.init.enabled), ModelInit())
     return quantized_model_init(found.enabled, found.recipe, found.preserve)
 
 
 def become(module: Any, made: Any) -> None:
-    """Let a layer be what its counterpart is, with this rank's part of its parameters."""
+    """Turn a layer into its counterpart, with this rank's part of the layer's parameters."""
     for name, part in module.named_children():
         become(part, made.get_submodule(name))
     layer = getattr(module, "name", None)
@@ -92,7 +93,7 @@ def become(module: Any, made: Any) -> None:
 
 
 def _part(parameter: torch.Tensor, shard: Shard, made: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in FP8 where the counterpart has that: sizes of parts may not allow it."""
+    """This rank's part; in FP8 if the counterpart's is, which some sizes of parts rule out."""
     rank, data = shard.ranks.rank, parameter.detach()
     assert rank is not None
     if not isinstance(data, QuantizedTensor):
@@ -103,10 +104,10 @@ def _part(parameter: torch.Tensor, shard: Shard, made: torch.Tensor) -> torch.Te
 
 
 def _fp8_part(weight: QuantizedTensor, shard: Shard, rank: int) -> QuantizedTensor:
-    """The part of a rank, with the values that it has in the whole.
+    """The part of a rank, with the values that it has in the whole weight.
 
-    The parts keep one scale, that of the whole: who writes them reduces their largest magnitude.
-    Blocks of 128 are those of the part. All ranks call it.
+    If the weight has one scale, its parts keep that scale, and later writes reduce the amax over
+    the ranks. If it has scales of blocks, the blocks are those of the part. All ranks must call it.
     """
     quantizer = WeightQuantizer.writing(weight).over(
         ShardRanks(layer=(shard.ranks.check(),), groups=())
@@ -118,7 +119,7 @@ def _fp8_part(weight: QuantizedTensor, shard: Shard, rank: int) -> QuantizedTens
 
 
 def _share_initial_value(weight: Any, part: Any, shard: Shard, rank: int) -> None:
-    """Let a part have its part of what the weight was initialised with, where that is kept."""
+    """Give a part its part of the weight's high-precision initial value, if that is kept."""
     initial = getattr(weight, "initial_value", None)
     if initial is not None and initial.get() is not None:
         InitialValue(shard.of(initial.get(), rank).clone()).attach(part)

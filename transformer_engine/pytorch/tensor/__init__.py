@@ -21,7 +21,8 @@ from transformer_engine.pytorch.tensor.saving import (
     restore_from_saved,
 )
 
-# Other programs tell tensors from storages, which autograd does not know. Here each is a tensor.
+# Other programs distinguish tensors from storages, which autograd does not know. Here both names
+# stand for the tensor class.
 QuantizedTensorStorage = QuantizedTensor
 Float8TensorStorage = Float8Tensor
 Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor

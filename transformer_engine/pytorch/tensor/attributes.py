@@ -8,7 +8,7 @@ import torch
 
 
 class InitialValue:
-    """The initial values of a parameter, on the CPU, from its initialisation until a clear."""
+    """The initial values of a parameter in high precision, on the CPU, until they are cleared."""
 
     METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")  # of the parameter
 
@@ -23,11 +23,11 @@ class InitialValue:
         return self._value
 
     def set(self, value: torch.Tensor) -> None:
-        """Have these."""
+        """Replace the values."""
         self._value = value
 
     def clear(self) -> None:
-        """Free them."""
+        """Free the values."""
         self._value = None
 
     def rows(self, start: int, stop: int) -> InitialValue:

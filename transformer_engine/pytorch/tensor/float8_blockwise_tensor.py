@@ -25,20 +25,21 @@ from transformer_engine.pytorch.tensor.writing import ranks_of
 class Float8BlockwiseQTensor(ShardableTensor):
     """FP8 codes under a nominal dtype, with an inverse scale for every block.
 
-    The tensor is read as `[rows, cols]`, cols being the last size. Of the two sides one may be
-    missing. In 1 x 128 blocks they are scaled on their own, so their values differ; `dequantize`
-    gives those of the row-wise side where it is there.
+    The tensor is read as `[rows, cols]`, where cols is the last size. It has up to two sides:
+    row-wise codes, and column-wise codes, which are transposed. With 1 x 128 blocks each side has
+    its own scales, so the values of the two sides differ; `dequantize` gives those of the row-wise
+    side where there is one.
 
     Args:
-        shape: of the tensor.
-        dtype: nominal dtype, what `dequantize` gives by default.
+        shape: the shape of the tensor.
+        dtype: nominal dtype, which `dequantize` returns by default.
         rowwise_data: uint8 codes of that shape, or None.
         rowwise_scale_inv: fp32, see `ScaleLayout.scale_shape`.
         columnwise_data: uint8 codes `[cols, rows]`, or None.
-        columnwise_scale_inv: fp32, the inverse scales of these.
+        columnwise_scale_inv: fp32, the inverse scales of the column-wise codes.
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
-        is_2D_scaled: blocks are of 128 x 128 values, not 1 x 128.
-        quantizer: quantises anew what is written in place.
+        is_2D_scaled: blocks have 128 x 128 values, not 1 x 128.
+        quantizer: quantises values that are written in place.
 
     Raises:
         ValueError: both sides are missing.
@@ -96,7 +97,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
     def assembled(
         cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]
     ) -> Float8BlockwiseQTensor:
-        """A tensor of parts and facts as another one has them."""
+        """Make a tensor of `parts` and `facts`, such as those of another tensor."""
         named = {name[1:]: part for name, part in zip(cls.part_names, parts, strict=True)}
         return cls(shape, **named, **facts)  # type: ignore[arg-type]
 
@@ -114,7 +115,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
     def from_operands(
         cls, operands: Operands, like: torch.Tensor, quantizer: Quantizer | None
     ) -> Float8BlockwiseQTensor:
-        """The tensor form of what a quantizer gives to GEMMs."""
+        """Wrap operands that a quantizer has made for GEMMs as a tensor."""
         rowwise, *others = _parts(operands.rowwise, operands.columnwise)
         some: Any = operands.columnwise if rowwise is None else operands.rowwise
         facts = {"fp8_dtype": some.element, "is_2D_scaled": some.layout.dimensions == 2}
@@ -126,7 +127,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What there is to know beside the parts."""
+        """What `assembled` needs beside the parts."""
         return {**super().facts, "is_2D_scaled": self._is_2D_scaled}
 
     @property
@@ -137,7 +138,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
         return side.scales
 
     def side(self, columnwise: bool) -> Fp8Matrix | None:
-        """What GEMMs take; None where that side is missing."""
+        """One side as an operand of a GEMM; None where that side is missing."""
         codes, scales = self.parts[2:] if columnwise else self.parts[:2]
         if codes is None or scales is None:
             return None
@@ -160,7 +161,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
     def viewed(self, shape: Sequence[int]) -> torch.Tensor:
         """`view`; one that cuts blocks is dequantised, with a warning."""
         size = torch.empty(self.shape, device="meta").view(shape).shape
-        if ranks_of(self) is not None and len(size) == 1:  # `fully_shard` keeps it, and reads none
+        if ranks_of(self) is not None and len(size) == 1:  # `fully_shard` holds it, unread
             return self.with_parts(self.parts, size)
         if not size or not self.ndim or size[-1] != self.shape[-1]:
             warnings.warn(
@@ -175,7 +176,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
         return self.with_parts(parts, size)
 
     def get_usages(self) -> dict[str, bool]:
-        """Which sides are there."""
+        """Which sides the tensor has."""
         return {
             "rowwise": self._rowwise_data is not None,
             "columnwise": self._columnwise_data is not None,
@@ -184,7 +185,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Drop sides that are not wanted. Square blocks can be transposed; others are lost."""
+        """Make or drop sides; a missing side can be made of square blocks only, by transposing."""
         wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
         left = {n: own if wanted[n] is None else wanted[n] for n, own in self.get_usages().items()}
         if not any(left.values()):
@@ -201,7 +202,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
                 setattr(self, f"_{name}_scale_inv", None)
 
     def _transpose_side(self, columnwise: bool) -> None:
-        """Make a side of the other one."""
+        """Make a side by transposing the other one."""
         if not self._is_2D_scaled:
             name = "column-wise" if columnwise else "row-wise"
             raise RuntimeError(
@@ -236,11 +237,11 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
 
     Args:
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
-        rowwise: make codes.
-        columnwise: make transposed codes.
-        amax_epsilon: least amax.
+        rowwise: make row-wise codes.
+        columnwise: make column-wise codes, which are transposed.
+        amax_epsilon: smaller amaxes are raised to this value.
         force_pow_2_scales: round scales down to powers of two.
-        block_scaling_dim: 1 for 1 x 128, 2 for 128 x 128 values.
+        block_scaling_dim: 1 for blocks of 1 x 128 values, 2 for 128 x 128.
     """
 
     def __init__(
@@ -263,18 +264,18 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
         return self.dimensions
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Of the transposed codes: `(cols, rows)`."""
+        """The shape of the transposed codes, `(cols, rows)`."""
         rows, cols = matrix_shape(shape)
         return cols, rows
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
-        """Of the inverse scales of a tensor's side."""
+        """The shape of the inverse scales of one side of a tensor."""
         rows, cols = matrix_shape(shape)
         sides = (cols, rows) if columnwise else (rows, cols)
         return self.layout.scale_shape(*sides)
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
-        """Whether parts of the tensor, cut along tokens, are made of whole blocks."""
+        """Whether the tensor consists of whole blocks, so that parts of its tokens can, too."""
         rows, cols = matrix_shape(tensor.shape)
         run = self.layout.run
         return tensor.ndim >= 2 and rows % run == 0 and cols % run == 0
@@ -285,7 +286,7 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
 
     @classmethod
     def of(cls, quantizer: BlockQuantizer) -> Float8BlockQuantizer:
-        """The same cast as that of a quantizer of modules."""
+        """The public quantizer with the same cast as a quantizer of modules."""
         return cls(
             quantizer.format,
             rowwise=True,

@@ -28,14 +28,14 @@ class Float8Tensor(ShardableTensor):
     """FP8 codes under a nominal dtype.
 
     Args:
-        shape: of the tensor.
-        dtype: nominal dtype, what `dequantize` gives by default.
+        shape: the shape of the tensor.
+        dtype: nominal dtype, which `dequantize` returns by default.
         data: uint8 codes of that shape.
         fp8_scale_inv: fp32, element 0 = 1 / scale.
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
-        requires_grad: autograd may record what is done with it.
-        data_transpose: uint8 codes `[cols, rows]`, made on demand where None.
-        quantizer: quantises anew what is written in place.
+        requires_grad: autograd records operations on it.
+        data_transpose: uint8 codes `[cols, rows]`; where None, they are made when first needed.
+        quantizer: quantises values that are written in place.
 
     As a parameter it is the only copy of a weight (see `quantized_model_init`).
 
@@ -81,7 +81,7 @@ class Float8Tensor(ShardableTensor):
 
     @classmethod
     def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Float8Tensor:
-        """A tensor of parts and facts as another one has them."""
+        """Make a tensor of `parts` and `facts`, such as those of another tensor."""
         data, scale_inv = parts
         assert data is not None and scale_inv is not None
         dtype, format = facts["dtype"], facts["fp8_dtype"]
@@ -98,7 +98,7 @@ class Float8Tensor(ShardableTensor):
     def from_operands(
         cls, operands: Operands, like: torch.Tensor, quantizer: Quantizer | None
     ) -> Float8Tensor:
-        """The tensor form of what a quantizer gives to GEMMs."""
+        """Wrap operands that a quantizer has made for GEMMs as a tensor."""
         rowwise, columnwise = operands.rowwise, operands.columnwise
         columns = columnwise.codes if isinstance(columnwise, Fp8Matrix) else None
         some: Any = columnwise if rowwise is None else rowwise
@@ -109,11 +109,11 @@ class Float8Tensor(ShardableTensor):
 
     @property
     def scales(self) -> torch.Tensor:
-        """fp32 `[2]` = {1/scale, scale}; users may bring the first alone."""
+        """fp32 `[2]` = {1/scale, scale}; tensors that users make may hold 1/scale only."""
         return scale_pair(self._scale_inv)
 
     def side(self, columnwise: bool) -> Fp8Matrix:
-        """What GEMMs take; the transposed codes are made once and kept until the values change."""
+        """One side as an operand of a GEMM; transposed codes are cached until the values change."""
         codes = self.transposed_codes() if columnwise else self._data.contiguous()
         return Fp8Matrix(codes, self._scale_inv, self._format)
 
@@ -129,7 +129,7 @@ class Float8Tensor(ShardableTensor):
         return made.codes, made.scales
 
     def adopt(self, parts: Parts) -> None:
-        """From now on consist of these."""
+        """Replace codes and scale by these, without a copy."""
         data, scale_inv = parts
         assert data is not None and scale_inv is not None
         self._data, self._scale_inv = data, scale_pair(scale_inv)
@@ -140,7 +140,7 @@ class Float8Tensor(ShardableTensor):
         self._transpose = None
 
     def viewed(self, shape: Sequence[int]) -> Float8Tensor:
-        """`view`: all codes have the same scale."""
+        """`view`, which is possible for any shape, because all codes have the same scale."""
         data = self._data.view(shape)
         view = self.with_parts([data, self._scale_inv], data.shape)
         view._whole = self._data if self._whole is None else self._whole
@@ -150,16 +150,16 @@ class Float8Tensor(ShardableTensor):
 
     @property
     def known_transpose(self) -> torch.Tensor | None:
-        """The transposed codes, where they are at hand and no alias has written the codes since.
+        """The cached transposed codes; None if there are none, or the codes were written since.
 
-        None of codes on a CPU that processes share: another one may have written them.
+        Also None for CPU codes in shared memory, which another process may have written.
         """
         current = self._transpose_version == self._writes and not self._in_processes()
         return self._transpose if current else None
 
     @property
     def _writes(self) -> int:
-        """Raised whenever the codes are written, through whichever alias."""
+        """The version counter of the codes, which a write through any alias increments."""
         counts = self._data if self._whole is None else self._whole
         return 0 if counts.is_inference() else counts._version
 
@@ -167,7 +167,7 @@ class Float8Tensor(ShardableTensor):
         return self._data.is_cpu and self._data.untyped_storage().is_shared()
 
     def transposed_codes(self) -> torch.Tensor:
-        """Codes `[cols, rows]`, made once until the values change, or for each call if shared."""
+        """Codes `[cols, rows]`, cached until the values change; not cached in shared memory."""
         known = self.known_transpose
         if known is None:
             known = transpose(self._data.contiguous())
@@ -176,13 +176,13 @@ class Float8Tensor(ShardableTensor):
         return known
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Float8Tensor:
-        """The same kind of tensor, around what a function makes of codes and scale."""
+        """A tensor of the same kind, whose parts are those of this one after `function`."""
         other, known = super().mapped(function), self.known_transpose
         other._transpose = None if known is None else function(known)
         return other
 
     def get_usages(self) -> dict[str, bool]:
-        """Which sides are at hand; codes always are."""
+        """Which sides are there; row-wise codes always are, transposed codes if cached."""
         return {"rowwise": True, "columnwise": self.known_transpose is not None}
 
     def update_usage(
@@ -190,7 +190,7 @@ class Float8Tensor(ShardableTensor):
     ) -> None:
         """Make or drop the transposed codes; the codes themselves always stay.
 
-        Codes that processes share have no transpose at hand, also not afterwards.
+        Transposed codes of codes in shared memory are never cached.
         """
         if columnwise_usage:
             self.transposed_codes()
@@ -207,7 +207,7 @@ torch.serialization.add_safe_globals([Float8Tensor])
 
 
 class _Float8Making(TensorMaking):
-    """What public quantizers add: calling one gives a `Float8Tensor`."""
+    """Base of public quantizers that return a `Float8Tensor`."""
 
     def _made(self, plain: torch.Tensor) -> Float8Tensor:
         operands = self.operands(plain, OperandRequest(self, True, self.columnwise_usage))  # type: ignore[arg-type, attr-defined]
@@ -215,7 +215,7 @@ class _Float8Making(TensorMaking):
 
 
 class Float8Quantizer(_Float8Making, DelayedQuantizer):
-    """Quantises with a given scale and notes the amax.
+    """Quantises with a given scale and records the amax, as delayed scaling does.
 
     Args:
         scale: fp32 `[1]`.
@@ -256,7 +256,7 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
 
 
 class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
-    """Quantises with the scale of the tensor in hand.
+    """Quantises with the scale that follows from the amax of the tensor itself.
 
     Args:
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
@@ -264,7 +264,7 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
         rowwise: make codes.
         columnwise: make transposed codes.
         force_pow_2_scales: round scales down to powers of two.
-        amax_epsilon: least amax.
+        amax_epsilon: smaller amaxes are raised to this value.
 
     >>> import torch
     >>> quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)

@@ -1,4 +1,7 @@
-"""What quantised tensors do on their codes, without dequantising."""
+"""The operations of torch that quantised tensors run on their codes, without dequantising.
+
+`QuantizedTensor.handlers` maps each of them to a function; all other operations run on values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _to_copy(
     non_blocking: bool = False,
     **layout: Any,  # codes stay contiguous whatever is asked
 ) -> Any:
-    """To another device as codes, to another dtype as values."""
+    """Move codes to another device; convert to another dtype by dequantising."""
     to = device or x.device
     if dtype not in (None, x.dtype):
         return x.plain_values(dtype).to(to, non_blocking=non_blocking)
@@ -42,7 +45,7 @@ def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _shaped_like(func: Any) -> Handler:
-    """A factory that takes from its argument nothing but shape, strides, dtype and device."""
+    """A handler for a factory, which reads only shape, dtype and device of its argument."""
 
     def handler(x: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs["dtype"] = kwargs.get("dtype") or x.dtype

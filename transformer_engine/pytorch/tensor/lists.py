@@ -1,4 +1,8 @@
-"""What operations write, and those on lists of tensors, cut into operations on parts of lists."""
+"""Finds what an operation writes, and cuts an operation on long lists of tensors into several.
+
+Optimizers call `torch._foreach_*` operations on all parameters. These run on dequantised values, so
+short parts of the lists need less memory.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from transformer_engine.pytorch._torch_private import tree_leaves
 
 T = TypeVar("T")
 
-# Optimizers have such operations. They dequantise so much at a time.
+# The dequantised values of a part have about so many bytes.
 _MOST_BYTES = 1 << 28
 
 
 def parts_of_lists(
     kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of each operation that takes a part; uncut where no list has this kind."""
+    """Yields the arguments of each operation on a part; all at once if no list has this kind."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
     quantized = [a for a in lists if any(isinstance(t, kind) for t in a)]
     if not quantized:

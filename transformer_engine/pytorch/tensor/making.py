@@ -1,4 +1,4 @@
-"""`TensorMaking`: what public quantizers have in common."""
+"""`TensorMaking`: the interface of public quantizers, which return quantised tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from transformer_engine.pytorch.tensor.transparent import Quantize
 
 
 class TensorMaking:
-    """Calling a public quantizer gives a quantised tensor."""
+    """Base of public quantizers: calling one returns a quantised tensor.
+
+    Subclasses say in `_made` how a tensor is quantised.
+    """
 
     rowwise_usage = True
     columnwise_usage = True
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose whether codes and transposed codes are made."""
+        """Choose whether row-wise and column-wise (transposed) codes are made."""
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
@@ -33,11 +36,11 @@ class TensorMaking:
 
         Args:
             tensor: fp32, fp16 or bf16.
-            out: tensor to write into instead of a new one.
-            dtype: nominal dtype of a new one; None is that of `tensor`.
+            out: a tensor to write into, instead of a new one.
+            dtype: nominal dtype of a new tensor; None is that of `tensor`.
 
         Raises:
-            TypeError: no tensor, or one of another dtype.
+            TypeError: not a tensor, or one of another dtype.
             ValueError: a tensor without dimensions.
         """
         self._check(tensor)
@@ -55,7 +58,7 @@ class TensorMaking:
     def update_quantized(
         self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
     ) -> Any:
-        """`dst.quantize_(src)`, see there."""
+        """The same as `dst.quantize_(src)`."""
         return dst.quantize_(src, noop_flag=noop_flag)
 
     def make_empty(
@@ -67,13 +70,13 @@ class TensorMaking:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """A tensor to write into, of zeros.
+        """A quantised tensor of zeros, to write into.
 
         Args:
-            shape: its shape.
-            dtype: its nominal dtype.
+            shape: the shape.
+            dtype: the nominal dtype.
             device: None is cuda where there is one, else cpu.
-            requires_grad: autograd may record what is done with it.
+            requires_grad: autograd records operations on it.
             pin_memory: codes and scales are in pinned memory.
         """
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +91,7 @@ class TensorMaking:
         self.record_amax(tensor.detach().contiguous())  # type: ignore[attr-defined]
 
     def copy(self) -> Any:
-        """The same quantizer, with usages of its own; scale and amax are shared."""
+        """A copy whose usages can be set separately; it shares scale and amax with this one."""
         return copy.copy(self)
 
     def _check(self, tensor: object) -> None:

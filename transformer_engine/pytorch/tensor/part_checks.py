@@ -1,4 +1,7 @@
-"""What a file says of a quantised tensor is checked before kernels read codes by it."""
+"""Checks of a quantised tensor that is loaded from a file, before kernels read its codes.
+
+A damaged file must not make kernels read outside of the codes and scales.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 def check_parts(
     kind: type[QuantizedTensor], shape: torch.Size, parts: Parts, facts: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless such a tensor can consist of these parts.
+    """Raise ValueError unless a tensor of this kind and shape can consist of these parts.
 
     Codes must be uint8 and have as many values as `shape` says, scales must be fp32 and one for
     each block, and all must be plain tensors of one device.
@@ -44,7 +47,7 @@ def check_parts(
 
 
 def checked_attributes(tensor: QuantizedTensor, attributes: Any) -> dict[str, Any]:
-    """Attributes by name; raise ValueError where one would hide what the tensor consists of."""
+    """Return the attributes; raise ValueError if one would hide a part or method of the tensor."""
     _require(isinstance(attributes, dict), type(tensor), "a dict of attributes", attributes)
     for name in attributes:
         free = isinstance(name, str) and name not in vars(tensor)

@@ -49,10 +49,10 @@ class QuantizedTensor(WithoutStorage):
     handlers: ClassVar[dict[Any, Handler]] = {}
     part_names: ClassVar[tuple[str, ...]] = ()
     fact_names: ClassVar[tuple[str, ...]] = ("dtype", "fp8_dtype", "quantizer")
-    parts: tuple[torch.Tensor | None, ...]  # codes and scales; None for those that are not there
+    parts: tuple[torch.Tensor | None, ...]  # codes and scales; None for parts that are not there
 
     _fp8_dtype: DType
-    _format: int  # of the sides, for kernels
+    _format: int  # FP8 type and scale layout as `_C` takes them: see `ScaleLayout.code`
     _quantizer: Quantizer | None
     _whole: torch.Tensor | None = None  # of a view: the codes of what it is a view of
     _room: Any = (0, lambda: None)  # while `fully_shard` cuts the tensor: see `shards.room_for`
@@ -64,7 +64,7 @@ class QuantizedTensor(WithoutStorage):
 
     @classmethod
     def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Any:
-        """A tensor of parts and facts as another one has them."""
+        """Make a tensor of `parts` and `facts`, such as those of another tensor."""
         raise NotImplementedError
 
     @classmethod
@@ -76,16 +76,16 @@ class QuantizedTensor(WithoutStorage):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What there is to know beside the parts."""
+        """What `assembled` needs beside the parts."""
         return {"dtype": self.dtype, "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer}
 
     @property
     def scales(self) -> torch.Tensor:
-        """fp32, what restores the codes of dequantised values: see `extra_state`."""
+        """fp32 scales with which a cast of the dequantised values gives the same codes."""
         raise NotImplementedError
 
     def side(self, columnwise: bool) -> Fp8Matrix | None:
-        """What GEMMs take; None where there is no such side."""
+        """One side as an operand of a GEMM; None where that side is missing."""
         raise NotImplementedError
 
     def viewed(self, shape: Sequence[int]) -> torch.Tensor:
@@ -101,21 +101,21 @@ class QuantizedTensor(WithoutStorage):
         raise NotImplementedError
 
     def with_parts(self, parts: Parts, shape: torch.Size | None = None) -> Any:
-        """The same kind of tensor around other parts."""
+        """A tensor of the same kind with other parts."""
         return self.assembled(self.shape if shape is None else shape, parts, self.facts)
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """The same kind of tensor, around what a function makes of the plain tensors inside."""
+        """A tensor of the same kind, whose parts are those of this one after `function`."""
         return self.with_parts([None if part is None else function(part) for part in self.parts])
 
     def adopt(self, parts: Parts) -> None:
-        """From now on consist of these, as far as there is such a part."""
+        """Replace the parts that this tensor has by these, without a copy."""
         for name, own, other in zip(self.part_names, self.parts, parts, strict=True):
             if own is not None:
                 setattr(self, name, other)
 
     def like(self, other: Any) -> bool:
-        """Whether the parts of another tensor can stand for those of this one."""
+        """Whether this tensor can take over the parts of another one as they are."""
         return (
             isinstance(other, type(self))
             and _same(self.facts, other.facts, but=("dtype", "quantizer"))
@@ -159,7 +159,7 @@ class QuantizedTensor(WithoutStorage):
         return self.plain_values(dtype)
 
     def plain_values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`dequantize`, unseen by autograd."""
+        """`dequantize` without autograd."""
         to = dtype or self.dtype
         if self.is_meta:
             return torch.empty(self.shape, dtype=to, device=self.device)
@@ -170,7 +170,7 @@ class QuantizedTensor(WithoutStorage):
 
         Args:
             tensor: of the same shape.
-            noop_flag: of one element, on the device: where it is not 0, all stays as it was.
+            noop_flag: one element, on the device: if it is not 0, the tensor is left unchanged.
 
         Raises:
             RuntimeError: the tensor was made without a quantizer.
@@ -183,7 +183,7 @@ class QuantizedTensor(WithoutStorage):
         return self
 
     def get_usages(self) -> dict[str, bool]:
-        """Which sides are at hand: `{"rowwise": ..., "columnwise": ...}`."""
+        """Which sides are there: `{"rowwise": ..., "columnwise": ...}`."""
         raise NotImplementedError
 
     def update_usage(
@@ -192,7 +192,7 @@ class QuantizedTensor(WithoutStorage):
         """Make sides that are wanted and drop those that are not; None leaves one as it is.
 
         Raises:
-            RuntimeError: a side that the others cannot give, or none would be left.
+            RuntimeError: a side that cannot be made from the other one; no side would be left.
         """
         raise NotImplementedError
 
@@ -201,7 +201,7 @@ class QuantizedTensor(WithoutStorage):
         return self.parts
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Other values as the quantizer takes them; raises what `quantize_` does."""
+        """Convert values to what the quantizer takes; raises the errors of `quantize_`."""
         name = type(self).__name__
         if self._quantizer is None:
             raise RuntimeError(
@@ -217,12 +217,12 @@ class QuantizedTensor(WithoutStorage):
         return plain.to(self.device, to).contiguous().resolve_neg()
 
     def overwrite(self, parts: Parts) -> Any:
-        """Take over the contents of other parts, some of which may be there already."""
+        """Copy other parts into the parts of this tensor; a part that is its own is not copied."""
         overwrite([(self, parts)])
         return self
 
     def drop_transpose(self) -> None:
-        """Forget what was made of values that change now; here there is nothing."""
+        """Drop the cached transposed codes, because values change; here there are none."""
 
     @property
     def label(self) -> str:
@@ -273,7 +273,7 @@ class QuantizedTensor(WithoutStorage):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Most quantizers stay behind; those of weights are plain values.
+        # Only quantizers of weights are saved: they hold nothing but settings.
         keeps = getattr(self._quantizer, "pickles", False)
         facts = {**self.facts, "fp8_dtype": int(self._fp8_dtype)}
         facts["quantizer"] = self._quantizer if keeps else None
@@ -298,7 +298,7 @@ class QuantizedTensor(WithoutStorage):
             if result is not NotImplemented:
                 return result
         if func.is_view and torch.is_inference_mode_enabled() is not args[0].is_inference():
-            # Torch lets views and what they are views of be inference tensors both, or neither.
+            # Torch requires that a view and its base are both inference tensors, or neither is.
             with torch.inference_mode(args[0].is_inference()):
                 return cls._dispatched(func, args, kwargs)
         return cls._dispatched(func, args, kwargs)
@@ -310,7 +310,7 @@ class QuantizedTensor(WithoutStorage):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func.namespace == "c10d":  # would reach the values that are made for it alone
+        if func.namespace == "c10d":  # a collective would read and write temporary values
             _refuse_communication(func, args)
         if func._schema.returns:
             return _on_values(func, args, kwargs)
@@ -337,7 +337,7 @@ def _rebuild(
     needs_grad: bool | None,
     attributes: Mapping[str, Any] | None = None,  # in files of older versions
 ) -> torch.Tensor:
-    """What `torch.save` writes; `needs_grad` is None where it was no parameter.
+    """Make a tensor of what `torch.save` wrote; `needs_grad` is None if it was not a parameter.
 
     Raises:
         ValueError: a tensor of this kind and shape cannot consist of these parts.
@@ -359,9 +359,9 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def rowwise_of(x: QuantizedTensor) -> Fp8Matrix | None:
-    """Codes and scales as they are; None where there are none.
+    """Row-wise codes and scales, not copied; None without row-wise codes.
 
-    Not a method: torch.compile takes methods of tensors for operators.
+    This is not a method, because torch.compile takes methods of tensors for operators.
     """
     codes, scales = [getattr(x, name) for name in type(x).part_names[:2]]
     return None if codes is None else Fp8Matrix(codes, scales, x._format)

@@ -1,4 +1,4 @@
-"""What autograd functions of other programs call around `save_for_backward`."""
+"""Functions that autograd functions of other programs call around `save_for_backward`."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _cuts(x: QuantizedTensor, rows: int) -> bool:
-    """Whether pieces of so many rows are FP8 weights, too."""
+    """Whether pieces of so many rows can stay in FP8: pieces of a matrix, made of whole blocks."""
     side = layout_of(x._format).block
     whole_blocks = side is None or not (rows % side[0] or x.shape[0] % rows)
     return getattr(x._quantizer, "writes_weights", False) and x.ndim == 2 and whole_blocks
 
 
 def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
-    """The piece of these rows. It shares memory with `x`, and the scale where there is one."""
+    """The piece of these rows. It shares memory with `x`, and the scale if `x` has only one."""
     codes, _, *others = x.parts
     assert codes is not None
     quantizer: Any = x._quantizer
@@ -67,12 +67,12 @@ def alias_of(x: QuantizedTensor) -> QuantizedTensor:
     other: QuantizedTensor = x.mapped(lambda part: part)
     if x._whole is not None:
         other._whole = x._whole
-        other.drop_transpose()  # whose age other codes count
+        other.drop_transpose()  # it was dated by the version counter of other codes
     return _with_initial(other)
 
 
 def _with_initial(piece: QuantizedTensor) -> QuantizedTensor:
-    """The tensor, with the methods of `InitialValue` where ranks have pieces with one each."""
+    """The piece, with the methods of the `InitialValue` that this rank keeps for it, if any."""
     ranks = ranks_of(piece)
     if ranks is not None and ranks.initial is not None:
         ranks.initial.attach(piece)
@@ -80,7 +80,7 @@ def _with_initial(piece: QuantizedTensor) -> QuantizedTensor:
 
 
 def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
-    """The codes that slices say they are from; None where they are values.
+    """The codes of which slices of `x` are views; None where a slice is a dequantised copy.
 
     Slices share codes of weights with one scale, and of the pieces that `fully_shard` keeps.
     """
@@ -95,7 +95,7 @@ def _shared_codes(x: QuantizedTensor) -> torch.Tensor | None:
 
 
 def _sliced(x: QuantizedTensor, dim: int, cut: Callable[[torch.Tensor], Any]) -> Any:
-    """What `cut` makes of the codes along their first dimension, under the scale of the weight."""
+    """Apply `cut` to the codes along their first dimension; the slices have the weight's scale."""
     codes, scales = x.parts[:2]
     whole = _shared_codes(x)
     if whole is None or codes is None or not x.ndim or dim not in (0, -x.ndim):
@@ -129,7 +129,7 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
         return NotImplemented
     starts = range(0, x.shape[0], rows)
     pieces = [_rows(x, start, min(start + rows, x.shape[0])) for start in starts]
-    # Nothing stays of a piece that the user drops: views of it share its quantizer.
+    # A weak reference, so that dropped pieces are freed. Views of a piece share its quantizer.
     x._room = rows, weakref.ref(pieces[0]._quantizer)
     whole = _shared_codes(x)
     for piece in pieces:
@@ -138,7 +138,7 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
 
 
 def _split_codes(x: QuantizedTensor, rows: int) -> Any:
-    """Pieces that can be read alone: writing one would change the scale of the others."""
+    """Pieces that can only be read: writing one would change the scale of the others."""
     if layout_of(x._format).in_blocks:
         return NotImplemented
     codes, scales = x.parts
@@ -159,14 +159,14 @@ def _slice(
     if is_kept(x) and dim == 0 and x.ndim == 2:
         begin, stop, _ = slice(start, end).indices(x.shape[0])
         ranks: Any = ranks_of(x)
-        ranks.rows = ranks.rows or stop  # `fully_shard` itself is the first to cut
+        ranks.rows = ranks.rows or stop  # the first to slice is `fully_shard` itself
         if not begin and stop == ranks.rows:
             return _piece(x, stop)
     return _sliced(x, dim, lambda codes: codes[start:end])
 
 
 def _piece(x: QuantizedTensor, rows: int) -> Any:
-    """The piece at the beginning of the room for it."""
+    """This rank's piece: the first `rows` rows of the memory that `fully_shard` keeps for it."""
     if rows == x.shape[0]:
         return alias_of(x)
     if layout_of(x._format).in_blocks:
@@ -175,9 +175,9 @@ def _piece(x: QuantizedTensor, rows: int) -> Any:
 
 
 def room_for(x: QuantizedTensor, size: Sequence[int], options: dict[str, Any]) -> Any:
-    """Zeros to copy a piece to, where one of this size was just made, or has been; else None.
+    """An FP8 tensor of zeros to which `fully_shard` will copy a piece; None for other requests.
 
-    They have the scale of the weight: a rank without rows gathers codes of others.
+    It has the scale of the weight, because a rank without rows needs it to read gathered codes.
     """
     asked = {name for name, value in options.items() if value is not None}
     rows, writer = _next_room(x)
@@ -190,9 +190,9 @@ def room_for(x: QuantizedTensor, size: Sequence[int], options: dict[str, Any]) -
 
 
 def _next_room(x: QuantizedTensor) -> tuple[int, Any]:
-    """Rows that `fully_shard` may ask for, and what writes them; None where it asks for none.
+    """How many rows `fully_shard` may ask for, and the quantizer of such a piece, or None.
 
-    It does after it has cut a weight, and again for a piece with fewer rows than others have.
+    It asks after it has cut a weight, and again for a piece with fewer rows than other ranks have.
     """
     if is_kept(x):
         ranks: Any = ranks_of(x)
@@ -243,7 +243,7 @@ def piece_of(parameter: torch.Tensor) -> QuantizedTensor | None:
 
 
 def with_piece(parameter: Any, piece: torch.Tensor) -> torch.Tensor:
-    """A tensor like a parameter of which this rank has another piece; of a whole one that piece."""
+    """A DTensor like `parameter`, with another local piece; `piece` if `parameter` is not cut."""
     if isinstance(parameter, QuantizedTensor):
         return piece
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -274,14 +274,14 @@ class ShardableTensor(QuantizedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], torch.Size]:
-        """What ranks gather of this piece, codes `[room, cols]` and the scales of blocks, and more.
+        """The tensors to gather, codes `[room, cols]` and scales of blocks; and metadata.
 
         Args:
             mesh: one-dimensional, of the ranks with the other pieces.
-            outer_size: of the whole weight.
-            outer_stride: likewise.
-            module: whose weight it is.
-            mp_policy: of mixed precision; codes are what they are.
+            outer_size: the size of the whole weight, which is the metadata.
+            outer_stride: the strides of the whole weight.
+            module: the module of the weight.
+            mp_policy: the policy for mixed precision, which has no effect on codes.
         """
         ranks = ranks_of(self)
         if ranks is not None:
@@ -304,10 +304,10 @@ class ShardableTensor(QuantizedTensor):
         """The whole weight around what was gathered.
 
         Args:
-            all_gather_outputs: what all ranks gave, along rows.
-            metadata: the size of the weight.
-            param_dtype: its nominal dtype.
-            out: the weight of the last time, in the same memory; else a new one is made.
+            all_gather_outputs: the gathered tensors of all ranks, concatenated along rows.
+            metadata: the size of the whole weight.
+            param_dtype: the nominal dtype of the whole weight.
+            out: the weight of an earlier call, which gets the new parts; None makes a new one.
         """
         codes, *scales = all_gather_outputs
         others = [None] * (len(self.parts) - 2)
@@ -320,6 +320,6 @@ class ShardableTensor(QuantizedTensor):
         return self.assembled(metadata, parts, facts), ()
 
 
-# `fully_shard` asks for the signature of this hook in every gather: Python need not find it again.
+# `fully_shard` asks for the signature of this hook in every gather; a stored one is found faster.
 _HOOK: Any = ShardableTensor.fsdp_pre_all_gather
 _HOOK.__signature__ = inspect.signature(_HOOK)

@@ -1,4 +1,4 @@
-"""Quantising and dequantising as autograd sees them: identities."""
+"""Quantising and dequantising as autograd functions, whose gradient is that of the identity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Quantize(torch.autograd.Function):
-    """A tensor as its quantizer makes it."""
+    """Quantises a tensor; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantizer: Any) -> Any:
@@ -22,7 +22,7 @@ class Quantize(torch.autograd.Function):
 
 
 class Dequantize(torch.autograd.Function):
-    """The values of a quantised tensor, in a dtype."""
+    """Dequantises a tensor; the gradient is cast to the nominal dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, dtype: torch.dtype | None) -> torch.Tensor:

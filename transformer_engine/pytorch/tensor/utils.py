@@ -1,7 +1,8 @@
-"""FP8 weights of optimizers that keep fp32 masters in pieces, one for each data-parallel rank.
+"""FP8 weights for optimizers that keep fp32 master weights in pieces, one for each rank.
 
-Megatron's distributed optimizer holds the codes of all weights in one buffer, has pieces of the
-masters that end anywhere, and gathers codes after each step.
+Megatron's distributed optimizer holds the codes of all weights in one buffer. Each data-parallel
+rank has pieces of the master weights, which may begin and end within a row. After a step it casts
+its pieces to FP8, with scales that all ranks have found together, and gathers the codes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     """Move the codes of a tensor into other memory, with their values.
 
     Args:
-        tensor: of one scale, or with row-wise codes whose blocks have scales.
+        tensor: a quantised tensor with row-wise codes.
         new_raw_data: uint8, of the shape and on the device of the codes.
 
     Raises:
-        TypeError: no quantised tensor.
-        ValueError: memory of another kind, or no row-wise codes.
+        TypeError: not a quantised tensor.
+        ValueError: memory of another shape, dtype or device; no row-wise codes.
     """
     if not isinstance(tensor, QuantizedTensor):
         raise TypeError(
@@ -75,20 +76,20 @@ def quantize_master_weights(
 ) -> None:
     """Cast this rank's pieces of fp32 masters into the codes of weights.
 
-    The scales of a weight, one or those of its blocks of 128 x 128, are those of all its pieces:
-    one collective for all weights. Codes of other pieces are left as they are, for a gather that
-    follows.
+    A weight has one scale, or one for each block of 128 x 128 values. These scales follow from the
+    amaxes of all pieces, which one all-reduce finds for all weights. The codes of other pieces are
+    left as they are: the caller gathers them afterwards.
 
     Args:
         model_weights: `Float8Tensor`s and `Float8BlockwiseQTensor`s of square blocks, the same on
             all ranks and in the same order.
         master_weights: fp32 pieces, flat; None where this rank has none of a weight.
-        start_offsets: where each begins in its weight, read as flat.
-        group: of the ranks with the other pieces; None is the default one, where there is one.
-        fsdp_shard_model_weights: None: `fully_shard` keeps pieces by itself, and trainers that do
-            not use it, as Megatron-FSDP, need weights in high precision.
-        manual_post_all_gather_processing: the caller will call `post_all_gather_processing`. The
-            transposed codes are dropped here in any case, and made again when they are needed.
+        start_offsets: index of the first value of each piece in its flattened weight.
+        group: the ranks that have the other pieces; None is the default group, if there is one.
+        fsdp_shard_model_weights: must be None. `fully_shard` keeps pieces by itself; trainers that
+            shard weights in another way, such as Megatron-FSDP, need weights in high precision.
+        manual_post_all_gather_processing: the caller will call `post_all_gather_processing`. It
+            has no effect: transposed codes are dropped here in any case.
 
     Raises:
         ValueError: lists of different lengths; pieces that reach beyond their weights.
@@ -123,7 +124,7 @@ cast_master_weights_to_fp8 = quantize_master_weights
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """Drop what was made of codes that a gather has replaced, or make it again."""
+    """Drop or remake the transposed codes of weights, whose codes a gather has replaced."""
     for weight in model_weights:
         if isinstance(weight, Float8Tensor):
             weight.update_usage(columnwise_usage=False)  # made again on demand
@@ -147,7 +148,7 @@ def _check(weight: Any, master: torch.Tensor | None, start: int | None) -> None:
 
 
 def _largest(weight: Any, master: torch.Tensor | None, start: int) -> torch.Tensor:
-    """fp32: the magnitude of a piece, or what it adds to each block."""
+    """fp32: the amax of a piece, or the amax of the piece's values in each block of the weight."""
     if not isinstance(weight, Float8BlockwiseQTensor):
         zero = torch.zeros(1, dtype=torch.float32, device=weight.device)
         return zero if master is None else amax(_row(master))
@@ -178,10 +179,10 @@ def _write_blocks(
     start: int,
     largest: torch.Tensor,
 ) -> None:
-    """The same with blocks: all scales, and the codes of a piece.
+    """Set the scales of all blocks of a weight, and the codes of a piece.
 
-    Where this rank has no values it takes the largest of the block, so that the cast of the whole
-    finds the scales of the whole.
+    The whole weight is cast. Values of other pieces are replaced by the amax of their block, so
+    that the cast finds the scales of all blocks.
     """
     rows, cols = matrix_shape(weight.shape)
     layout = block_layout(2)
@@ -209,14 +210,14 @@ def _transpose_again(weight: Float8BlockwiseQTensor) -> None:
 
 
 def _piece(whole: torch.Tensor, master: torch.Tensor, start: int) -> torch.Tensor:
-    """Where a piece of a master lies."""
+    """The view of a flattened weight that holds a piece of a master weight."""
     return whole.view(-1)[start : start + master.numel()]
 
 
 def _scales(weight: Float8Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """The scales with which a weight of this largest magnitude is cast: {1/scale, scale}."""
+    """The scales {1/scale, scale} with which a weight of this amax is cast."""
     quantizer: Any = weight._quantizer
-    if isinstance(quantizer, Float8Quantizer):  # the scale is known before
+    if isinstance(quantizer, Float8Quantizer):  # with delayed scaling the scale is given
         if quantizer.amax is not None:
             quantizer.amax.copy_(torch.maximum(quantizer.amax, largest))
         scale = quantizer.scale.detach().float().reshape(1)

@@ -1,4 +1,8 @@
-"""`WeightQuantizer`: how a weight that is kept in FP8 is written, with one scale or in blocks."""
+"""`WeightQuantizer`: how a weight that is kept in FP8 is written, with one scale or in blocks.
+
+It also decides, when a state dict is loaded, whether the saved scales give the codes that a weight
+had: then the restored weight is the same, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -32,47 +36,48 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, 
 from transformer_engine.pytorch.tensor.writing import ShardRanks
 
 _LARGEST = 448.0
-_HALF_A_STEP = 2.0**-8  # and some room, of bf16, the coarsest of nominal dtypes
-_ROUNDED = 1.01  # a value of the nominal dtype may lie that much above what it was in FP8
+_HALF_A_STEP = 2.0**-8  # bounds the relative error of rounding to bf16, the coarsest nominal dtype
+_ROUNDED = 1.01  # rounding to the nominal dtype raises a value by less than this factor
 
 
 class WeightQuantizer(Fp8Quantizer):
     """Quantises a weight with the scales of its own values, under every recipe.
 
-    Delayed scaling spares activations the pass that finds the largest magnitude before the cast. A
-    weight is written once a step, by an optimizer that reads all of it anyway, and what a scale of
-    the past clips or flushes to zero is lost for good: there is no other copy.
+    Delayed scaling takes an activation's scale from the past, and so saves the pass over memory
+    that finds the amax before the cast. For a weight this would gain little and cost accuracy: it
+    is written once a step, by an optimizer that reads all of it anyway, and values that an old
+    scale clips or flushes to zero would be lost for good, because there is no other copy.
     """
 
     pickles = True
     writes_weights = True
     label: str  # which parameter of which layer this is
-    family: str | None = None  # of the recipes that may use the weight; None: all with its layout
-    made_for: str  # these recipes, for messages
-    ranks: ShardRanks | None = None  # that have pieces of the weight, where this writes one
+    family: str | None = None  # the recipes that may use the weight; None: all with its layout
+    made_for: str  # the recipes in words, for messages
+    ranks: ShardRanks | None = None  # if this writes a piece of a weight: who has the others
 
     @staticmethod
     def for_layout(layout: ScaleLayout, **settings: Any) -> WeightQuantizer:
-        """What writes weights of a layout; the settings are those of its class."""
+        """The quantizer for weights of a layout; the settings are those of its class."""
         kind = BlockWeightQuantizer if layout.in_blocks else TensorWeightQuantizer
         return kind(**settings)
 
     @staticmethod
     def writing(weight: QuantizedTensor) -> WeightQuantizer:
-        """What writes a weight; where users made it without one of these, the usual one."""
+        """The quantizer of a weight; a default one if users made the weight with another kind."""
         own: Any = weight._quantizer
         if getattr(own, "writes_weights", False):
             return own
         return WeightQuantizer.for_layout(layout_of(weight._format))
 
     def labelled(self, label: str) -> WeightQuantizer:
-        """The same under another label: copies of a weight share this one."""
+        """A copy with another label, because copies of a weight share this quantizer."""
         other = copy.copy(self)
         other.label = label
         return other
 
     def over(self, ranks: ShardRanks | None) -> WeightQuantizer:
-        """The same, for a piece that these ranks share; None: for the whole."""
+        """A copy for a piece of a weight, whose pieces these ranks have; None: for the whole."""
         other = copy.copy(self)
         other.ranks = ranks
         return other
@@ -84,7 +89,7 @@ class WeightQuantizer(Fp8Quantizer):
         raise NotImplementedError
 
     def unwritten(self, like: torch.Tensor) -> QuantizedTensor:
-        """A weight of the shape, nominal dtype and device of `like`, of undefined values."""
+        """A weight of the shape, nominal dtype and device of `like`, with undefined values."""
         codes = torch.empty_like(like, dtype=torch.uint8)
         shape, dtype = self.layout.scale_shape(*codes.shape), self.layout.scale_dtype
         return self.holding(codes, codes.new_empty(shape, dtype=dtype), like.dtype)
@@ -92,20 +97,20 @@ class WeightQuantizer(Fp8Quantizer):
     def restored(
         self, values: torch.Tensor, scales: torch.Tensor | None, nominal: torch.dtype
     ) -> Fp8Matrix:
-        """The cast of `values` `[out, in]`, with earlier scales where it restores the values.
+        """The cast of `values` `[out, in]`, with saved scales if that reproduces the values.
 
-        Then they are those of a state dict, and get the codes that they had. What has been edited
-        since, or was never in FP8, is cast with the scales of its own values.
+        Values from the state dict of an FP8 weight so get the codes that they had. Values that were
+        edited since, or never were in FP8, are cast with scales that follow from their amax.
 
         Args:
             values: `[out, in]`.
-            scales: None for those of the values.
+            scales: the saved scales, or None.
             nominal: dtype of the weight, to which the values may have been rounded.
         """
         raise NotImplementedError
 
     def with_scales(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-        """The cast of `values` `[out, in]` with these scales, as they lie in a weight."""
+        """The cast of `values` `[out, in]` with these scales, stored as in a weight."""
         raise NotImplementedError
 
 
@@ -115,8 +120,8 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
     Args:
         family: `"delayed"` or `"current"`, the recipes that may use the weight; None for both.
         power_of_2: round scales down to powers of two.
-        epsilon: least amax.
-        margin: scales are divided by `2 ** margin`; a negative one is taken as 0.
+        epsilon: smaller amaxes are raised to this value.
+        margin: scales are divided by `2 ** margin`; a negative margin is taken as 0.
         label: see the base class.
     """
 
@@ -133,7 +138,7 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         )
         self.family = family
         self.made_for = f"{family or 'per-tensor'} scaling"
-        # Larger scales clip the largest values, and here every write would clip them once more.
+        # A negative margin clips the largest values, and here every write would clip them again.
         self.margin = max(margin, 0)
         self.label = label
 
@@ -153,11 +158,11 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
 
     @property
     def rule(self) -> tuple[Any, ...]:
-        """Quantizers with an equal one have equal scales for equal magnitudes."""
+        """What decides the scale of an amax: weights with equal rules are written by one kernel."""
         return self.format, self.power_of_2, self.epsilon, self.margin
 
     def scales_of(self, largest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Pairs fp32 `[2]` = {1/scale, scale}, one for each of these magnitudes, fp32 `[1]`."""
+        """Pairs fp32 `[2]` = {1/scale, scale}, one for each of these amaxes, fp32 `[1]`."""
         found = current_scales_many(largest, self.format, self.power_of_2, self.epsilon)
         if self.margin:
             factor = 2.0**self.margin
@@ -191,11 +196,11 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
 
 
 class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
-    """A scale for each 128 x 128 values: the one kind of block that a transpose leaves whole.
+    """One scale for each block of 128 x 128 values; only such blocks can be transposed.
 
     Args:
         power_of_2: round scales down to powers of two.
-        epsilon: least amax.
+        epsilon: smaller amaxes are raised to this value.
         label: see the base class.
     """
 
@@ -249,9 +254,10 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
 
 
 def differences(values: torch.Tensor, matrix: Fp8Matrix, nominal: torch.dtype) -> torch.Tensor:
-    """Where a matrix is not what values were before they were rounded to `nominal`, or to bf16.
+    """A mask of the values that cannot be those of the matrix, rounded to `nominal` or to bf16.
 
-    Other values than those of such codes are further away from the next code, almost all of them.
+    The tolerance is much smaller than the distance between FP8 codes, so values that do not come
+    from these codes are found, with few exceptions.
     """
     both = [torch.finfo(dtype) for dtype in (values.dtype, nominal)]
     least = max([limits.smallest_normal * limits.eps / 2 for limits in both])  # of subnormals
@@ -262,9 +268,9 @@ def differences(values: torch.Tensor, matrix: Fp8Matrix, nominal: torch.dtype) -
 
 
 def is_cast_of(weight: QuantizedTensor, values: torch.Tensor) -> bool:
-    """Whether a weight is what casting `values` makes; the host waits for the device.
+    """Whether casting `values` gives this weight; the host waits for the device.
 
-    A piece has the scale of the whole weight, so the scales of the weight are tried first.
+    The scales of the weight are tried first: a piece has that of the whole weight.
     """
     writer, held = WeightQuantizer.writing(weight), rowwise_of(weight)
     assert held is not None
@@ -276,7 +282,7 @@ def is_cast_of(weight: QuantizedTensor, values: torch.Tensor) -> bool:
 
 
 def largest_of_blocks(values: torch.Tensor, grid: Sequence[int], side: int) -> torch.Tensor:
-    """fp32 magnitudes, one for each block and zero for what rounding up added; no NaN."""
+    """The fp32 amax of each block, without NaNs; 0 for blocks that only pad the grid of scales."""
     rows, cols = values.shape
     whole = values.new_zeros((grid[0] * side, grid[1] * side), dtype=torch.float32)
     whole[:rows, :cols] = values.abs().nan_to_num(nan=0.0, posinf=torch.inf)

@@ -1,4 +1,4 @@
-"""What needs the memory of a tensor's values, and is refused by tensors that have none."""
+"""`WithoutStorage`: a tensor whose values are not in memory, and what it therefore refuses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformer_engine.pytorch._torch_private import refuse_data_ptr
 class WithoutStorage(torch.Tensor):
     """Base of wrappers around other tensors.
 
-    `untyped_storage()` stays torch's, whose compiler tells tensors apart by it.
+    `untyped_storage()` is not refused, because torch.compile identifies tensors by it.
     """
 
-    # Native code must unpack the payload: this keeps it from seeing an empty tensor.
+    # Without this, native code that uses the C API of DLPack would see an empty tensor.
     __dlpack_c_exchange_api__ = None
 
     @classmethod
@@ -39,23 +39,23 @@ class WithoutStorage(torch.Tensor):
         )
 
     def tolist(self) -> Any:
-        """The values, which torch gives of plain tensors alone."""
+        """The dequantised values; torch's function supports plain tensors only."""
         return self.dequantize().tolist()
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 else super().__format__(spec)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """NumPy has no such dtype: an error that names the tensor."""
+        """Raises TypeError with the tensor's name, because NumPy has no FP8 dtype."""
         return self._refuse("numpy()")
 
     def storage(self) -> Any:
-        """There is none, and safetensors asks for it: an error that names the tensor."""
+        """Raises TypeError with the tensor's name. safetensors, for example, calls this."""
         return self._refuse("storage()")
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self._refuse("DLPack")
 
     def share_memory_(self) -> Any:
-        """Codes are not moved into shared memory: an error that names the tensor."""
+        """Raises TypeError with the tensor's name; codes are not moved into shared memory."""
         return self._refuse("share_memory_()")

@@ -1,8 +1,9 @@
-"""How values get into quantised tensors, and into the pieces of one that several ranks have.
+"""How values are written into quantised tensors, and into pieces of one that several ranks have.
 
-Where a weight has one scale, all its pieces have the same: it is found from the largest magnitude
-on all ranks, by one collective for all weights that are written together. A slice of a weight that
-this process has as a whole may change that scale by powers of two, which other values survive.
+If a weight has one scale, all its pieces have the same scale. It follows from the amax over all
+ranks, which one collective finds for all weights that are written together. If this process has the
+whole weight, writing a slice may multiply the weight's scale by a power of two: other values stay
+the same, unless they become too small for the new scale.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
-_ROUNDED = 1.01  # codes of the largest values of a scale stand for values that much above, too
-_MOST = 2.0**125  # the largest scale that slices ask for, and 1/scale: beyond, one loses bits
+_ROUNDED = 1.01  # the largest code also stands for values that are larger by up to this factor
+_MOST = 2.0**125  # bound of scale and 1/scale for slices; beyond, one of them loses bits
 _LOST = "assigned data in a larger tensor"
 _HALF_OF_RANGE = torch.finfo(torch.float32).max / 2
 
 
 class ShardRanks:
-    """The ranks that have pieces of one weight: its largest magnitude is reduced over them.
+    """The ranks that have pieces of one weight, over which the amax of the weight is reduced.
 
     Args:
-        initial: what this rank's piece was initialised with, an `InitialValue`, where it is kept.
-        layer: groups that share the layer, each rank with a part of the weight.
-        groups: of `fully_shard`, which cuts such a part again; None until they are known, () where
-            it has cut nothing.
-        room: rows of the memory in which `fully_shard` keeps a piece, as many on all ranks; None
-            where the piece is a view of the weight.
+        initial: the `InitialValue` of this rank's piece, where it is kept.
+        layer: process groups that share the layer, so that each rank has a part of the weight.
+        groups: process groups of `fully_shard`, which cuts that part again; None until they are
+            known, () if `fully_shard` has cut nothing.
+        room: rows of the memory in which `fully_shard` keeps a piece, the same number on all ranks;
+            None where the piece is a view of the weight.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class ShardRanks:
         self.rows = 0  # of the piece that is kept, once it is cut
 
     def reduce(self, amaxes: torch.Tensor, label: str) -> torch.Tensor:
-        """Reduce magnitudes of pieces to those of whole weights, in place.
+        """Reduce amaxes of pieces to those of whole weights, in place.
 
         Raises:
-            RuntimeError: it is not known yet which ranks have the others.
+            RuntimeError: it is not known yet which ranks have the other pieces.
         """
         if self.groups is None:
             raise RuntimeError(
@@ -70,17 +71,17 @@ class ShardRanks:
         return amaxes
 
     def uncut(self) -> ShardRanks | None:
-        """Those that share the layer, of a weight that `fully_shard` has not cut."""
+        """Only the ranks that share the layer, without `fully_shard`; None if there are none."""
         return ShardRanks(layer=self.layer, groups=()) if self.layer else None
 
 
 def scale_ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
-    """The ranks that have a weight together; None where this one has all of it."""
+    """The ranks that have pieces of a weight; None where this rank has the whole weight."""
     return getattr(tensor._quantizer, "ranks", None)
 
 
 def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
-    """The same of what `fully_shard` has cut; None for what it has not."""
+    """`scale_ranks_of`, for tensors that `fully_shard` has cut; None for others."""
     ranks = scale_ranks_of(tensor)
     return None if ranks is None or ranks.groups == () else ranks
 
@@ -92,7 +93,7 @@ def shares_scale(tensor: QuantizedTensor) -> bool:
 
 
 def codes_around(tensor: QuantizedTensor) -> torch.Tensor | None:
-    """The codes that a slice has some of; None of what has all its codes."""
+    """All codes of the weight or piece that a slice is cut from; None for tensors not sliced."""
     whole = tensor._whole
     if whole is None or whole.numel() == tensor.numel():
         return None
@@ -100,7 +101,7 @@ def codes_around(tensor: QuantizedTensor) -> torch.Tensor | None:
 
 
 def is_in_weight(tensor: QuantizedTensor) -> bool:
-    """Whether a view has codes of a weight of this process, and none that ranks write together."""
+    """Whether a view has codes of a weight that this process has as a whole, and writes alone."""
     whole, ranks = tensor._whole, scale_ranks_of(tensor)
     if whole is None or (ranks is not None and ranks.groups):
         return False
@@ -114,10 +115,10 @@ def is_kept(tensor: QuantizedTensor) -> bool:
 
 
 def alone(tensor: QuantizedTensor) -> QuantizedTensor:
-    """A copy, which may be written whatever happens to other pieces of the weight.
+    """A copy, which can be written independently of other pieces of the weight.
 
-    A piece that `fully_shard` has gathered is written by its ranks together, and so is its copy:
-    whoever copies it back wants the scale of all pieces.
+    The exception is a piece whose ranks are known: they write its copy together, too, because a
+    caller who copies it back needs the scale of all pieces.
     """
     copy = tensor.mapped(torch.clone)
     ranks, quantizer = ranks_of(tensor), tensor._quantizer
@@ -129,8 +130,8 @@ def alone(tensor: QuantizedTensor) -> QuantizedTensor:
 def parts_for(tensor: QuantizedTensor, other: QuantizedTensor) -> Sequence[torch.Tensor | None]:
     """The parts that a tensor takes over from another one.
 
-    From a piece that has its scale with other pieces they are copies: who writes them alone, with
-    another scale, would change the values of the others.
+    Parts of a piece that shares its scale with other pieces are copied: if they were written with
+    another scale, the values of the other pieces would change.
     """
     piece = shares_scale(other) and not shares_scale(tensor)
     return (alone(other) if piece else other).parts
@@ -139,7 +140,7 @@ def parts_for(tensor: QuantizedTensor, other: QuantizedTensor) -> Sequence[torch
 def warn_of_lost_alias(tensor: QuantizedTensor, values: torch.Tensor) -> None:
     """Warn once where an assignment to `data` seems to move a weight into a buffer of its trainer.
 
-    That is so where its own values come back in a part of a larger tensor.
+    The sign is that the new data has the same values and is a part of a larger tensor.
     """
     if has_warned(_LOST) or torch.compiler.is_compiling() or is_capturing():
         return
@@ -159,9 +160,9 @@ def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tens
     """`write`, without effect where a flag on the device is not 0; the host does not wait for it.
 
     Args:
-        noop: of one element.
-        tensor: is written.
-        values: of its shape.
+        noop: the flag, one element.
+        tensor: the tensor to write.
+        values: the values, of the same shape.
     """
     quantizer: Any = tensor._quantizer
     recorded = () if quantizer is None else quantizer.persistent_tensors()  # amaxes among them
@@ -188,11 +189,11 @@ def write(
     """Quantise values into tensors.
 
     Args:
-        tensors: of any kind, each memory once; the ranks of a group write the same weights in the
-            same order.
-        values: of their shapes.
-        amaxes: fp32 `[1]`, largest magnitudes of the values where they are known, of tensors that
-            `takes_amax`; or none.
+        tensors: of any kind, no two of which share memory; the ranks of a group write the same
+            weights in the same order.
+        values: one tensor of the same shape for each.
+        amaxes: fp32 `[1]`, the amaxes of values for tensors that `takes_amax`, or None where an
+            amax is not known; empty if none are known.
     """
     batches: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
     for tensor, plain, largest in _scaled(tensors, values, amaxes or [None] * len(tensors)):
@@ -207,7 +208,7 @@ def _scaled(
     values: Sequence[torch.Tensor],
     known: Sequence[torch.Tensor | None],
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """Tensors that `takes_amax`, their values and largest magnitudes; others are written here."""
+    """Yields tensors that `takes_amax`, their values and amaxes; others are written here."""
     pieces: dict[Any, tuple[ShardRanks, list[tuple[Any, torch.Tensor, torch.Tensor]]]] = {}
     checked = [_writable(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
     for tensor, plain, own in zip(tensors, checked, known, strict=True):
@@ -236,7 +237,7 @@ def _scaled(
 
 
 def _writable(tensor: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
-    """Values as a tensor takes them, if it may be written by itself."""
+    """Convert values to what a tensor's quantizer takes; raise if it cannot be written alone."""
     whole = codes_around(tensor)
     if whole is not None and is_kept(tensor):
         raise RuntimeError(
@@ -273,7 +274,8 @@ def _write_slice(
 def _moved_scale(own: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """`own` times the power of two that brings it close to `wanted`; both are {1/scale, scale}.
 
-    Values above half of the largest number could be rounded up to infinity: they get `wanted`.
+    With values above half of the largest fp32 number, which could be rounded up to infinity, the
+    result is `wanted`.
     """
     inverse, scale = own.double().split(1)  # whose ratios overflow fp32
     ratio = wanted[1:].clamp(1 / _MOST, _MOST) * _ROUNDED / scale
@@ -283,7 +285,7 @@ def _moved_scale(own: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor)
 
 
 def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
-    """Cast values into tensors of one rule: into the memory of their codes, if that is in order."""
+    """Cast values into tensors with one rule, directly into their codes if these are contiguous."""
     made = []
     for tensor, plain, _ in batch:
         codes, _ = tensor.parts
@@ -297,7 +299,7 @@ def _write_scaled(batch: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> No
 def overwrite(
     contents: Sequence[tuple[QuantizedTensor, Sequence[torch.Tensor | None]]],
 ) -> None:
-    """Let tensors take over other parts, some of which may be there already; copied by one call."""
+    """Copy parts into those of tensors by one call; parts that are already in place are skipped."""
     targets, sources, written = [], [], []
     for tensor, parts in contents:
         tensor.drop_transpose()
@@ -319,5 +321,6 @@ def overwrite(
     elif targets:
         torch._foreach_copy_(targets, sources)
     if written:
-        # Below autograd nothing else tells aliases, and graphs that have saved the codes.
+        # Below autograd, version counters do not change by themselves. They tell aliases, and
+        # graphs that have saved the codes, that the codes were written.
         torch.autograd.graph.increment_version(written)
