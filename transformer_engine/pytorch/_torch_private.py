@@ -348,7 +348,7 @@ for _hook, _record in _RECORDS.items():
 
 
 def checkpoint_of_hooks() -> tuple[Any, Any]:
-    """Torch's record of its innermost non-reentrant checkpoint: as (first run's, recompute's)."""
+    """Torch's record of its innermost non-reentrant checkpoint, as (first run's, recompute's)."""
     cells: dict[str, Any] = {}
     for hook in top_hooks(True) or ():
         function: Any = getattr(hook, "_torchdynamo_orig_callable", hook)

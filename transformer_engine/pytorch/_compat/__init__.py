@@ -1,7 +1,7 @@
 """Documented import paths of names that are defined elsewhere, made from one table.
 
-`from transformer_engine.pytorch.graph import make_graphed_callables`, say, works although no file
-`graph.py` exists. A path that is the home of other names gets the listed ones in addition.
+For example, `from transformer_engine.pytorch.graph import make_graphed_callables` works although
+there is no file `graph.py`. A path of an existing module gets the listed names in addition.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ConversionReport:
     Attributes:
         replaced: layers that are now of another class.
         left: layers of a convertible kind that stayed, with the reason.
-        notes: what else a reader should know.
+        notes: further remarks for the reader.
     """
 
     replaced: tuple[Replaced, ...]
@@ -82,21 +82,21 @@ def convert(
 ) -> ConversionReport:
     """Replace `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm` by ours, in place.
 
-    Parameters stay the same tensors: optimizers, tied names and state dict keys stay valid
-    (`_extra_state`, which ours add, may be missing in what is loaded). In an `nn.Sequential`, a
-    norm and the Linear after it become one `LayerNormLinear` at the Linear's place: the norm's
-    parameters are then `<linear>.layer_norm_weight` and `<linear>.layer_norm_bias`. That is right
-    where the container runs as a whole; for owners that call its members, or for the old keys,
-    give `fuse=False`.
+    Parameters stay the same tensors, so optimizers, tied names and state dict keys stay valid. (Our
+    layers add a key `_extra_state`, which may be missing in a state dict that is loaded.) In an
+    `nn.Sequential`, a norm and the Linear after it become one `LayerNormLinear` at the Linear's
+    place. The norm's parameters are then `<linear>.layer_norm_weight` and
+    `<linear>.layer_norm_bias`. This is correct if the container runs as a whole. If other code
+    calls members of the container, or needs the old keys, give `fuse=False`.
 
-    Layers that are not exactly what their class says (subclasses, hooks, parametrizations, tied
-    weights, ...), or whose sizes FP8 cannot take, stay, and the report says why.
+    Layers that differ from their class (subclasses, hooks, parametrizations, tied weights, ...), or
+    whose sizes FP8 does not support, stay, and the report says why.
 
     Args:
         model: the model; it must hold the layers, not be one.
         include: regular expressions, searched in the attribute path (`encoder.layers.0.linear1`);
-            a layer is replaced where one of them is found. None: everywhere.
-        exclude: the same; a layer stays where one of them is found.
+            a layer is replaced only if one of them matches. None: all layers.
+        exclude: regular expressions; a layer stays if one of them matches.
         to: `"te"`, or `"torch"` to replace ours by torch's again.
         fuse: make one layer of a norm and a Linear that follow each other in an `nn.Sequential`.
 
@@ -104,9 +104,9 @@ def convert(
         What was replaced and what was left, printable as a table.
 
     Raises:
-        ValueError: the model itself is such a layer, `to` is unknown, or a pattern is no regular
+        ValueError: the model itself is such a layer, `to` is unknown, or a pattern is not a regular
             expression.
-        TypeError: the model is no `nn.Module`.
+        TypeError: the model is not an `nn.Module`.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
@@ -140,7 +140,7 @@ def convert(
 
 
 class _Selection:
-    """Which paths the caller chose, and which patterns were of any use."""
+    """Which paths the caller chose; and `useless`, the patterns that matched no path."""
 
     def __init__(self, include: Patterns, exclude: Patterns) -> None:
         self.include = None if include is None else _compiled(include, "include")
@@ -171,7 +171,7 @@ def _compiled(patterns: str | Sequence[str], argument: str) -> list[re.Pattern[s
 
 @dataclass
 class _Layer:
-    """A layer of the model, everywhere it stands, and what takes its place."""
+    """A layer of the model, all its paths in the model, and its replacement."""
 
     module: nn.Module
     paths: list[str]
@@ -206,7 +206,7 @@ class _Plan:
             layer.reason = self._refusal(layer)
 
     def _tied(self) -> dict[int, set[str]]:
-        """Where each parameter stands, by its identity, if several modules hold it."""
+        """The paths of each parameter that several modules hold, by the parameter's id."""
         holders: dict[int, dict[int, str]] = {}
         for path, module in self.modules.items():
             for name, parameter in module._parameters.items():
@@ -232,7 +232,7 @@ class _Plan:
         return layer.counterpart.refusal(module)
 
     def _owner(self, paths: list[str]) -> str | None:
-        """Modules of ours call their parts in ways of their own."""
+        """The reason to leave a part of one of our modules, which depends on the part's class."""
         for path in paths:
             names = path.split(".")
             for depth in range(len(names)):
@@ -242,7 +242,7 @@ class _Plan:
         return None
 
     def _pairs(self) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-        """Neighbours in containers that do nothing but call one after the other."""
+        """Neighbours (path, module, path, module) in every `nn.Sequential`."""
         for path, module in self.modules.items():
             if type(module) is nn.Sequential and "forward" not in vars(module):
                 below = f"{path}." if path else ""
@@ -279,7 +279,7 @@ class _Plan:
             self.layers[id(before)] = added
 
     def carry_out(self) -> ConversionReport:
-        """Make what is missing, exchange, report."""
+        """Build the missing replacements, put all of them into the model, and report."""
         chosen = [layer for layer in self.layers.values() if layer.reason is None]
         for layer in chosen:
             layer.made = _furnish(layer)
@@ -337,7 +337,10 @@ class _Plan:
 
 
 def _fusible(norm: _Layer, linear: _Layer) -> bool:
-    """Whether a norm and the Linear after it are free of others, and fit."""
+    """Whether a norm and the Linear after it can become one layer.
+
+    Both must be convertible and stand at one place each; sizes, dtypes and devices must match.
+    """
     if norm.reason is not None or linear.reason is not None or linear.kind is not nn.Linear:
         return False
     if norm.kind is nn.Linear or len(norm.paths) > 1 or len(linear.paths) > 1:
@@ -353,7 +356,7 @@ def _fusible(norm: _Layer, linear: _Layer) -> bool:
 
 
 def _furnish(layer: _Layer) -> nn.Module:
-    """The replacement, with the parameters, the mode and the attributes of what was there."""
+    """The replacement of a layer, with the layer's parameters, mode and user-set attributes."""
     made = layer.made or layer.counterpart.build(layer.module, layer.paths[0])
     for name, parameter in layer.parameters.items():
         if parameter is not None:

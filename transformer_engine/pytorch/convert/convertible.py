@@ -40,8 +40,8 @@ class Counterpart:
 
     Attributes:
         target: the class of the replacement.
-        refusal: why this one cannot be; None where it can.
-        build: makes the replacement on meta, under a name; its parameters are then exchanged.
+        refusal: returns why a layer cannot be replaced; None if it can.
+        build: makes the replacement on meta, under a name; the caller then sets its parameters.
     """
 
     target: type[nn.Module]
@@ -50,7 +50,7 @@ class Counterpart:
 
 
 class NormInNext(nn.Identity):
-    """Where a norm stood that the `LayerNormLinear` after it has taken over."""
+    """Takes the place of a norm that was fused into the `LayerNormLinear` after it."""
 
 
 def label(kind: type[nn.Module]) -> str:
@@ -60,7 +60,7 @@ def label(kind: type[nn.Module]) -> str:
 
 
 def holds_other_matrix(module: nn.Module) -> bool:
-    """Whether a weight of rows and columns may be multiplied by, outside of all known classes."""
+    """Whether a module of an unknown class has a matrix as `weight`, as a Linear would."""
     known = isinstance(module, (*TO_TE, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule))
     weight = None if known else module._parameters.get("weight")
     if weight is None or label(type(module)).startswith("te."):
@@ -69,7 +69,7 @@ def holds_other_matrix(module: nn.Module) -> bool:
 
 
 def unlike_its_class(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Why a layer is more, or other, than its class and its parameters say."""
+    """Why a layer may behave differently from its class; None if it does not."""
     if parametrize.is_parametrized(module):
         return f"its {', '.join(module.parametrizations)} is parametrized"  # type: ignore[arg-type]
     if type(module) is not kind:
@@ -125,12 +125,12 @@ def _norm_refusal(module: Any) -> str | None:
 
 
 def epsilon_of(module: Any) -> float:
-    """A norm's eps; None is that of fp32."""
+    """A norm's eps; for None, torch's default, the machine epsilon of fp32."""
     return torch.finfo(torch.float32).eps if module.eps is None else module.eps
 
 
 def _start_as_torch(module: Any, in_features: int) -> None:
-    """`reset_parameters` goes on to draw what `nn.Linear` would."""
+    """Make `reset_parameters` initialise as `nn.Linear` does."""
     bound = 1 / math.sqrt(in_features)
     module._parameter_set.start_as(
         {
@@ -214,7 +214,7 @@ TO_TORCH: dict[type[nn.Module], Counterpart] = {
 
 @functools.cache
 def own_attributes(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes of every object of a class; others were set by somebody."""
+    """The attributes that every object of a class has; users have set the others."""
     more = {"name": "sample"} if label(kind).startswith("te.") else {}
     sizes = (16, 16) if "Linear" in kind.__name__ else (16,)
     sample = kind(*sizes, device="meta", **more)

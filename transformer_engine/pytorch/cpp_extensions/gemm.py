@@ -21,12 +21,12 @@ __all__ = ["general_gemm"]
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """A gradient for autograd in place of one that went into `main_grad`.
+    """A placeholder to return to autograd for a gradient that was added to `main_grad`.
 
     Args:
-        shape: of the weight.
-        dtype: of the weight.
-        zero: filled with zeros, else undefined.
+        shape: the shape of the weight.
+        dtype: the dtype of the weight.
+        zero: fill it with zeros; else its values are undefined.
 
     >>> get_dummy_wgrad([2, 3], torch.bfloat16).shape
     torch.Size([2, 3])
@@ -37,7 +37,7 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 
 _LAYOUTS = ("TN", "NN", "NT")
 _GELU = activation_kind("gelu")
-# Other arguments, and the values of theirs that change nothing.
+# Other arguments of the documented function, and the only values that are accepted for them.
 _OTHERS: dict[str, tuple[object, ...]] = {
     "alpha": (1.0,),
     "beta": (None,),
@@ -83,7 +83,8 @@ def general_gemm(
         layout: `"TN"`, `"NN"` or `"NT"`.
         out: write here; its dtype takes the place of `out_dtype`.
         bias: `[n]`, added; with `grad` only its dtype counts, see Returns.
-        use_split_accumulator: FP8 sums are promoted to fp32 regularly; with block scales always.
+        use_split_accumulator: partial sums of FP8 GEMMs are regularly added to an fp32 accumulator;
+            with block scales they always are.
         grad: this is a product of a backward pass.
         others: `workspace` (not needed) and other arguments at their defaults.
 
@@ -139,7 +140,7 @@ def general_gemm(
 
 
 def _factor(name: str, x: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A factor as the kernel takes it: FP8 ones are transposed beforehand, others within."""
+    """A factor as the kernel takes it. The GEMM transposes plain factors; FP8 ones are before."""
     if not isinstance(x, QuantizedTensor):
         return x, {f"{name}_transposed": transposed}
     side = x.side(columnwise=transposed)
@@ -159,7 +160,7 @@ def _check_target(out: torch.Tensor | None, accumulate: bool, activated: bool) -
 
 
 def _check_fp8(format: int | None, activated: bool, bias_dtype: torch.dtype | None) -> None:
-    """Refuse what products of FP8 factors do not give; None is the format of plain ones."""
+    """Refuse what GEMMs of FP8 factors do not support; the format of plain factors is None."""
     if format is None:
         return
     if bias_dtype is not None:
@@ -182,7 +183,7 @@ def _refuse(others: dict[str, Any]) -> None:
 
 
 def get_workspace() -> torch.Tensor:
-    """What `general_gemm` wants of its callers as workspace: no bytes, it brings its own.
+    """An empty workspace for `general_gemm`, which needs none from callers.
 
     >>> get_workspace().numel()
     0

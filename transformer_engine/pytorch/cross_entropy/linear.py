@@ -1,9 +1,9 @@
 """Cross entropy of a projection to a vocabulary, whose logits are never in memory all at once.
 
-`logits_in_chunks.py` makes losses and gradients. A mean or a sum has one gradient for all tokens,
-which the backward knows and which scales the gradients in the end; so the forward makes them.
-Losses of single tokens have gradients of their own, which have to be there before products sum over
-tokens; so the backward makes the logits again.
+`logits_in_chunks.py` computes losses and gradients. With a mean or a sum, the backward receives one
+number that multiplies all gradients. So the forward computes the gradients while it has the logits,
+and the backward only multiplies. Without a reduction, the backward receives one number for each
+token, which must be known before GEMMs sum over tokens. So the backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["linear_cross_entropy"]
 
 _OP = "linear_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
-_FP8_MULTIPLE = 16  # of the sizes of a product
+_FP8_MULTIPLE = 16  # sizes of FP8 GEMMs must be multiples of it
 
 
 def linear_cross_entropy(
@@ -56,22 +56,22 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without the logits of all tokens.
 
-    Logits are those of one chunk of tokens at a time, in the dtype of `hidden`. With a mean or a
-    sum the forward makes the gradients, too; without a reduction the backward makes the logits
-    again. Gradients of the weight and of the bias add up in fp32. Within `torch.autocast`,
-    `hidden`, `weight` and `bias` are cast as `torch.nn.functional.linear` casts them.
+    Only the logits of one chunk of tokens are in memory at a time, in the dtype of `hidden`. With a
+    mean or a sum the forward also computes the gradients; without a reduction the backward computes
+    the logits again. Gradients of the weight and of the bias are accumulated in fp32. Within
+    `torch.autocast`, `hidden`, `weight` and `bias` are cast as by `torch.nn.functional.linear`.
 
     Args:
         hidden: `[..., features]`, fp32, fp16 or bf16.
-        weight: `[classes, features]`, of the same dtype; of several ranks, each rank's share of
-            the classes, in order and equal in number.
-        target: `[...]`, the class of each token, int64 or int32; of all ranks' classes.
-        bias: `[classes]`, as `weight`.
+        weight: `[classes, features]`, of the same dtype. If ranks share the classes, each has the
+            same number of classes, in the order of the ranks.
+        target: `[...]`, the class of each token, int64 or int32, counted over all ranks' classes.
+        bias: `[classes]`, divided like `weight`.
         label_smoothing: share of the target that is spread evenly over all classes.
         reduction: `"mean"` over the tokens that are not ignored, `"sum"` or `"none"`.
         ignore_index: the target of tokens with neither loss nor gradient.
-        dist_process_group: of the ranks that share the classes and have equal `hidden`, whose
-            gradient they sum; None is this rank alone.
+        dist_process_group: the ranks that share the classes. They must have equal `hidden`, whose
+            gradient is summed over the ranks. None is this rank alone.
         chunk_tokens: how many tokens have logits at a time, in FP8 rounded up to a multiple of 16;
             None is as many as 512 MiB hold, with the FP8 codes of their gradients.
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
@@ -80,13 +80,13 @@ def linear_cross_entropy(
 
     Returns:
         fp32: one number, or `[...]` with `reduction="none"`. The mean of no tokens is 0. On a GPU,
-        where nobody waits to look at targets, the loss of a target that is no class is NaN.
+        where the host does not wait to check targets, the loss of an invalid target is NaN.
 
     Raises:
-        ValueError: shapes or devices that do not fit; in FP8, features or classes that are no
-            multiples of 16; an unknown reduction; no `weight.main_grad` where it is asked for; on
-            a CPU in eager mode, targets that are no classes.
-        TypeError: other dtypes; a weight in FP8; a group that is none; `fp8` that is no bool.
+        ValueError: shapes or devices that do not fit; in FP8, features or classes that are not
+            multiples of 16; an unknown reduction; `fuse_wgrad_accumulation` without a
+            `weight.main_grad`; on a CPU in eager mode, targets that are not classes.
+        TypeError: other dtypes; a weight in FP8; not a process group; `fp8` that is not a bool.
         RuntimeError: gradients of gradients.
 
     >>> hidden = torch.zeros(2, 8, requires_grad=True)
@@ -165,12 +165,12 @@ def _check_settings(reduction: str, chunk_tokens: Any, fp8: Any) -> None:
 
 
 def _scaled(x: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The product, rounded once."""
+    """`x * factor`, rounded once to `dtype`."""
     return None if x is None else cast(x, dtype, factor.view(1))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses `[tokens]` of `hidden`, or what becomes of them, which has a backward."""
+    """Losses `[tokens]`, or their mean or sum, with a backward."""
 
     @staticmethod
     def forward(
@@ -208,7 +208,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Gradients of what came in."""
+    """The gradients of the arguments of `_LinearCrossEntropy`."""
     rules, reduction, chunking, wanted, into = ctx.how
     saved, main_grad = ctx.saved_tensors, ctx.main_grad
     if reduction == "none":

@@ -1,7 +1,8 @@
 """Losses of a projection and their gradients, by chunks of tokens, in high precision or in FP8.
 
-Chunks run one after the other: their logits become losses and then the gradient of those, which is
-multiplied at once into the gradients of `hidden` and `weight`.
+For each chunk, a GEMM computes the logits, a kernel the losses, another kernel the gradients of the
+logits, and two GEMMs what the chunk adds to the gradients of `hidden` and `weight`. Then the memory
+of the logits is freed for the next chunk.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
 )
 
 _LAYER = "linear_cross_entropy"  # in the report of products
-_CHUNK_BYTES = 2**29  # each chunk reads and writes the sum of the weight's gradient
-_CHUNK_MULTIPLE = 128  # tokens: whole tiles of a product
+_CHUNK_BYTES = 2**29  # not smaller, because each chunk reads and writes the weight's gradient
+_CHUNK_MULTIPLE = 128  # tokens, so that a GEMM has whole tiles
 
 
 class Problem(NamedTuple):
-    """What losses are of.
+    """The inputs and settings of the loss.
 
     Attributes:
-        chunk: tokens that have logits at a time.
-        fp8: products are in FP8.
+        chunk: number of tokens of a chunk.
+        fp8: GEMMs are in FP8.
     """
 
     hidden: torch.Tensor
@@ -53,9 +54,9 @@ class Problem(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the sum of losses: by `hidden` in its dtype, by `weight` and `bias` in fp32.
+    """Gradients of the sum of losses: of `hidden` in its dtype, of `weight` and `bias` in fp32.
 
-    None is one that nobody wants.
+    None stands for a gradient that is not needed.
     """
 
     hidden: torch.Tensor | None
@@ -64,9 +65,9 @@ class Gradients(NamedTuple):
 
 
 def default_chunk(tokens: int, classes: int, dtype: torch.dtype, fp8: bool) -> int:
-    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 512 MiB much.
+    """Tokens of a chunk: equal parts, in whole tiles, whose logits take about 512 MiB or less.
 
-    In FP8, codes of their gradients in both orientations lie beside them.
+    In FP8 this includes the codes of the logits' gradients, row-wise and column-wise.
     """
     size = classes * (dtype.itemsize + 2 * fp8)
     parts = max(1, -(-tokens * size // _CHUNK_BYTES))
@@ -76,9 +77,9 @@ def default_chunk(tokens: int, classes: int, dtype: torch.dtype, fp8: bool) -> i
 def run(
     problem: Problem, wanted: Sequence[bool], factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, Gradients]:
-    """Losses `[tokens]`, and gradients of their sum, or of the sum of their products with factors.
+    """Losses `[tokens]`, and gradients of the sum of losses; with factors, of their weighted sum.
 
-    The gradient of `hidden` is that of this rank's classes alone.
+    The gradient of `hidden` is the part that comes from this rank's classes.
     """
     tokens, size, rules = problem.hidden.shape[0], problem.weight.shape[0], problem.rules
     labels = labels_of(problem.target, size, rules)
@@ -91,16 +92,16 @@ def run(
         all_sums.append(sums)
         if any(wanted):
             products.add_gradients(chunk, hidden, logits, labels[chunk], log_sums(sums))
-        del hidden, logits  # before those of the next chunk
+        del hidden, logits  # frees them before the next chunk allocates its own
     return losses_of(torch.cat(all_sums, 1), labels, size, rules), products.gradients
 
 
 class _Products:
-    """The three products of a chunk, and what they have added up to.
+    """The three GEMMs of a chunk, and the gradients that chunks have accumulated.
 
-    In FP8, `hidden` and `weight` are in E4M3, each with the scale of its largest magnitude. The
-    gradient of a loss by its logits lies between -1 and 1: its scale is known before it is, and it
-    is rounded once, to E5M2, whose range holds the small probabilities.
+    In FP8, `hidden` and `weight` are in E4M3, each with a scale from its amax. The gradient of a
+    loss with respect to logits lies between -1 and 1. So its scale is known before it is computed,
+    and it is rounded once, to E5M2, whose range includes small probabilities.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class _Products:
         )
 
     def hidden(self, chunk: slice) -> Operands:
-        """The hidden states of a chunk, as products take them."""
+        """The hidden states of a chunk as operands of GEMMs."""
         request = OperandRequest(self.quantizer, rowwise=True, columnwise=self.wanted[1])
         return self.quantizer.cast(self.problem.hidden[chunk], self.hidden_scales, request)
 
@@ -141,7 +142,7 @@ class _Products:
         labels: torch.Tensor,
         sums: torch.Tensor,
     ) -> None:
-        """What a chunk adds to the gradients; its logits are overwritten."""
+        """Add a chunk to the gradients; its logits may be overwritten."""
         by_logits = self._by_logits(chunk, logits, labels, sums)
         found = self.gradients
         if found.bias is not None:
@@ -157,9 +158,9 @@ class _Products:
     def _by_logits(
         self, chunk: slice, logits: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor
     ) -> Operands:
-        """Operands of the gradient by logits.
+        """The gradient of the logits as operands of GEMMs.
 
-        Where the bias wants a gradient, that by logits also overwrites them in their dtype.
+        If the bias needs a gradient, the logits are also overwritten by it, in their dtype.
         """
         rules, scales = self.problem.rules, self.gradient_scales
         factors = None if self.factors is None else self.factors[chunk]

@@ -1,7 +1,8 @@
 """Cross entropy of logits whose classes are spread over the ranks of a group, in fp32.
 
-`parallel_cross_entropy` is a composition of torch operations, on any device; one rank is the same
-path without communication. `linear_cross_entropy` takes kernels, and merges here what they find.
+`parallel_cross_entropy` is a composition of torch operations, on any device; one rank takes the
+same path without communication. `linear_cross_entropy` computes the sums of each rank's classes by
+kernels; the functions below merge them over the ranks.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ def parallel_cross_entropy(
     """Cross entropy of each token.
 
     Args:
-        inp: logits `[..., classes]`, fp32, fp16 or bf16; of several ranks, each rank's share of the
-            classes, in order and equal in number.
-        target: `[...]`, the class of each token, int64 or int32; of all ranks' classes.
+        inp: logits `[..., classes]`, fp32, fp16 or bf16. If ranks share the classes, each has the
+            same number of classes, in the order of the ranks.
+        target: `[...]`, the class of each token, int64 or int32, counted over all ranks' classes.
         label_smoothing: share of the target that is spread evenly over all classes.
         reduce_loss: return the mean over the tokens that are not ignored.
-        dist_process_group: of the ranks that share the classes; None is this rank alone.
+        dist_process_group: the ranks that share the classes; None is this rank alone.
         ignore_idx: the target of tokens with neither loss nor gradient.
-        is_cg_capturable: has no effect: CUDA graphs can hold it always.
+        is_cg_capturable: has no effect: CUDA graphs can always capture the function.
 
     Returns:
-        fp32, `[...]`, or one number with `reduce_loss`. On a GPU, where nobody waits to look at
-        targets, the loss of a target that is no class is NaN.
+        fp32, `[...]`, or one number with `reduce_loss`. On a GPU, where the host does not wait to
+        check targets, the loss of an invalid target is NaN.
 
     Raises:
-        ValueError: shapes or devices that do not fit; on a CPU in eager mode, targets that are no
+        ValueError: shapes or devices that do not fit; on a CPU in eager mode, targets that are not
             classes.
-        TypeError: other dtypes; a group that is none.
+        TypeError: other dtypes; not a process group.
 
     >>> logits = torch.zeros(1, 2, 4, requires_grad=True)
     >>> parallel_cross_entropy(logits, torch.tensor([[1, -100]]))
@@ -81,12 +82,12 @@ def parallel_cross_entropy(
 
 
 class Rules(NamedTuple):
-    """What a token's loss is made of.
+    """The settings of the loss.
 
     Attributes:
         smoothing: share of the target that is spread evenly over all classes.
         ignored: the target of tokens with neither loss nor gradient.
-        group: of several ranks that share the classes, or None.
+        group: process group of several ranks that share the classes, or None.
     """
 
     smoothing: float
@@ -95,7 +96,7 @@ class Rules(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many share the classes."""
+        """How many ranks share the classes."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
@@ -105,12 +106,12 @@ def group_of_several(group: Any) -> Any:
 
 
 def counted(target: torch.Tensor, ignored: int) -> torch.Tensor:
-    """How many tokens a mean is over, one at least."""
+    """The number of tokens that are not ignored, at least 1, to divide by."""
     return (target != ignored).sum().clamp(min=1)
 
 
 def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None:
-    """Raise where targets are no classes of ranks that have `size` each, or where ranks differ."""
+    """Raise if targets are not among the classes (`size` on each rank), or if ranks differ."""
     if rules.group is not None:
         facts = {
             "targets": list(target.shape),
@@ -133,19 +134,19 @@ def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None
 
 
 def labels_of(target: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
-    """`[tokens]`, int32: what the kernels take, of this rank's `size` classes."""
+    """int32 `[tokens]` for kernels: the index among this rank's classes, ELSEWHERE or IGNORED."""
     place = target if rules.group is None else target - dist.get_rank(rules.group) * size
     here = (place >= 0) & (place < size)
     return place.where(here, ELSEWHERE).masked_fill(target == rules.ignored, IGNORED).int()
 
 
 def evenly(size: int, rules: Rules) -> float:
-    """What smoothing gives to each class of ranks that have `size` each."""
+    """The share of the target that smoothing gives to each class; each rank has `size` classes."""
     return rules.smoothing / (size * rules.ranks)
 
 
 def sums_of(logits: torch.Tensor, labels: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """`[4, tokens]`, of all ranks' classes: see `kernels.cross_entropy`, which makes them."""
+    """`[4, tokens]`: the sums of `kernels.cross_entropy`, over the classes of all ranks."""
     sums = cross_entropy_forward(logits, labels)
     if rules.group is None:
         return sums
@@ -168,12 +169,12 @@ def sums_of(logits: torch.Tensor, labels: torch.Tensor, rules: Rules) -> torch.T
 
 
 def log_sums(sums: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the sum of all exponentials, `[tokens]`."""
+    """The logarithm of the sum of the exponentials of all logits, `[tokens]`."""
     return sums[1].log() + sums[0]
 
 
 def losses_of(sums: torch.Tensor, labels: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
-    """`[tokens]`, fp32."""
+    """The losses `[tokens]`, fp32, from the sums of all ranks."""
     _, total, picked, spread = sums.unbind()
     losses = total.log() - (1 - rules.smoothing) * picked
     if rules.smoothing:
@@ -184,8 +185,8 @@ def losses_of(sums: torch.Tensor, labels: torch.Tensor, size: int, rules: Rules)
 class _CrossEntropy(torch.autograd.Function):
     """Losses `[tokens]` of logits `[tokens, classes of this rank]`.
 
-    The gradient is made in the forward, where fp32 probabilities are at hand, and kept in the dtype
-    of the logits.
+    The forward computes the gradient, because it has the probabilities in fp32, and saves it in the
+    dtype of the logits.
     """
 
     @staticmethod

@@ -60,64 +60,66 @@ def make_graphed_callables(
 ) -> Any:
     """Capture the forward and the backward of each callable as a CUDA graph.
 
-    Calls of the returned callables copy their tensors into the samples' memory and replay. Results
-    equal those of eager mode, bit for bit, where attention runs the same backend: in graphs it is
-    chosen by the time of the GPU alone. They are in the memory of the graph, which the next call
-    overwrites. The graphs record amaxes; scales are updated outside of them, at the end of the
-    outermost autocast (without one, at the end of the call) and at the end of the backward.
-    Callables must be replayed in the order of their capture: forwards as they are listed, backwards
-    in reverse. Graphs keep the settings of modules (`eps`, `parallel_mode`) with which they were
-    captured: set others before.
+    A call of a returned callable copies its tensors into the memory of the samples and replays the
+    graph. Results equal those of eager mode, bit for bit, if attention runs the same backend: for
+    graphs the backend is chosen by its GPU time only, because the host takes no part in a replay.
+    Results are in memory of the graph, which the next call overwrites. The graphs record amaxes.
+    Scales are updated outside of graphs: at the end of the outermost autocast (without one, at the
+    end of the call) and at the end of the backward. Callables must be replayed in the order of
+    their capture: forwards in the order of the list, backwards in reverse. Graphs keep the settings
+    of modules (such as `eps` and `parallel_mode`) at the time of capture; later changes of settings
+    have no effect on them.
 
-    On a machine without CUDA, and for samples on the CPU, the callables come back as they are.
+    On a machine without CUDA, and for samples on the CPU, the callables are returned unchanged.
 
     Args:
-        modules: a callable, or several. Modules get another `forward`, used in the mode (training
-            or evaluation) in which they were captured; what else is called keeps its own.
+        modules: a callable, or several. The `forward` of a module is replaced; in the other mode
+            (training or evaluation) than at capture, the module runs eagerly. Other callables are
+            not changed.
         sample_args: tuple of positional arguments, or one such tuple for each callable. Graphs
             keep these tensors as their inputs.
-        num_warmup_iters: eager runs before the capture; they leave no amax and no gradient behind.
-        allow_unused_input: inputs and parameters may have no gradient.
+        num_warmup_iters: eager runs before the capture; their amaxes and gradients are discarded.
+        allow_unused_input: allow inputs and parameters that get no gradient.
         sample_kwargs: keyword arguments, or one mapping for each callable.
         fp8_enabled: older name of `enabled`.
         fp8_calibrating: older name of `calibrating`.
         fp8_recipe: older name of `recipe`.
         fp8_group: older name of `amax_reduction_group`.
         fp8_weight_caching: older name of `cache_quantized_params`.
-        enabled: run in FP8, or a sequence that says so of each callable; False if neither name is
-            given.
+        enabled: run in FP8; or a sequence with one flag for each callable. The default is False.
         calibrating: see `autocast`.
         recipe: see `autocast`.
         amax_reduction_group: see `autocast`.
         cache_quantized_params: weights are cast only by calls with `is_first_microbatch=True`;
-            every call must then say so or not. Containers that do not take this keyword hand it to
-            those of their modules that do.
+            every call must then pass `is_first_microbatch`. Containers whose `forward` does not
+            take this keyword pass it on to modules inside that do.
         _order: for pipelines: chunks of callables in the order in which micro-batches run, `c`
             for the forward of chunk `c` (from 1) and `-c` for its backward. `sample_args` then has
             an entry for each callable and micro-batch (by chunk, micro-batch, layer), and functions
             come back in that order.
-        _num_layers_per_chunk: callables in each chunk of `_order`; None for equally many.
-        _reuse_graph_input_output_buffers: has no effect: samples may share memory where the order
-            lets them, and the pool reuses that of results.
+        _num_layers_per_chunk: number of callables in each chunk of `_order`; None for chunks of
+            equal size.
+        _reuse_graph_input_output_buffers: has no effect: samples may share memory if the order
+            allows it, and the pool reuses the memory of results.
         pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`.
         retain_graph_in_backward: capture the backward with `retain_graph=True`.
         clone_param_grads_on_return: gradients of parameters are copies; without it they are the
             graph's own memory, which the next backward overwrites.
         pre_warmup_hook: called before the eager runs.
-        post_warmup_hook: called after them.
+        post_warmup_hook: called after the eager runs.
         capture_time_hooks: for each callable None, or a mapping of `forward_pre_hooks`,
             `forward_hooks`, `backward_pre_hooks` and `backward_hooks` to `{key: hook}`, with the
-            arguments of torch's hooks of modules. They run in each warm-up and capture, around the
-            graphs; no graph holds them. `forward_pre_hooks_with_kwargs` and
+            arguments of torch's hooks of modules. They run in each warm-up and around each capture,
+            and are not part of graphs. `forward_pre_hooks_with_kwargs` and
             `forward_hooks_with_kwargs` name the keys of hooks that take keyword arguments, too.
 
     Returns:
-        What takes the place of the callables: one, or a tuple. Each has `reset()`, which frees its
-        graphs; calls then run eagerly.
+        The replacements of the callables: one, or a tuple. Each has a method `reset()`, which frees
+        its graphs; later calls run eagerly.
 
     Raises:
         ValueError: arguments that contradict each other; inputs or parameters without a gradient.
-        TypeError: samples that are no tuples of arguments.
+        TypeError: samples that are not tuples of arguments.
         RuntimeError: a callable does something that no graph can hold.
 
     Example, on a GPU:
@@ -218,7 +220,7 @@ def _samples(
     kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None,
     single: bool,
 ) -> list[Sample]:
-    """The arguments of each graph. With a single callable they are not in a list."""
+    """The arguments of each graph. For a `single` callable they are passed without a list."""
     if single and not isinstance(args, tuple | list):
         raise TypeError(
             "[make_graphed_callables] expected sample_args=(x,), a tuple of arguments, got a"
@@ -334,9 +336,9 @@ def _capture(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Collect garbage now, and not during the capture: freeing a graph would break it.
+    """Collect garbage now, and not during the capture, which would fail if a graph was freed.
 
-    Graphed modules and their graphs are reference cycles.
+    Graphed modules and their graphs are reference cycles, so the collector frees them.
     """
     enabled = gc.isenabled()
     gc.collect()
@@ -349,7 +351,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _replaced(graph: Graphed) -> Function:
-    """A module whose forward replays, or the graph in the function's place."""
+    """The module, whose forward now replays the graph; or the graph, in place of a function."""
     module, training = graph.subject.module, graph.subject.training
     if module is None:
         return graph

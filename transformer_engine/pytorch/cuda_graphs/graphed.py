@@ -1,4 +1,8 @@
-"""A callable as two CUDA graphs, of its forward and its backward, with one set of inputs."""
+"""A callable as two CUDA graphs, of its forward and its backward.
+
+The graphs read and write fixed memory: a call copies its inputs into the memory of the samples and
+replays. The backward does the same with output gradients, in a node of autograd's graph.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def capture_into(
     """
     for tracker in subject.trackers():
         tracker.register_with(graph)
-    # Behind a capture that fails, torch.cuda.graph leaves its own stream the current one.
+    # After a failed capture, torch.cuda.graph leaves its own stream as the current one.
     with torch.cuda.stream(torch.cuda.current_stream()):
         yield from _captured(settings, subject, what, graph)
 
@@ -67,7 +71,7 @@ def _captured(
             try:
                 yield
             except Exception as error:
-                first = error  # ending the capture will raise another one, which says less
+                first = error  # the end of the capture will raise another one, which says less
                 raise
     except Exception as error:
         cause = first or error
@@ -247,7 +251,7 @@ class Graphed:
             self.subject.weights, self.subject.cached_weights = None, []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay. Runs eagerly after `reset`, and without gradients, so as to record no amax."""
+        """Replay. After `reset` run eagerly; also while autograd is off, to record no amaxes."""
         if self.was_reset or (self.backward_graph is not None and not torch.is_grad_enabled()):
             return self.eager(*args, **kwargs)
         if self.updates and graph_task() != -1:
@@ -293,7 +297,7 @@ class Graphed:
         return first
 
     def _take_first(self, kwargs: dict[str, Any]) -> Any:
-        """The `is_first_microbatch` of a call, which is for graphs and not for the callable."""
+        """Take `is_first_microbatch` out of the keywords of a call if it is for the graphs."""
         own = FIRST_MICROBATCH in self.kwargs and not self.settings.caches_weights
         return None if own else kwargs.pop(FIRST_MICROBATCH, None)
 
@@ -322,7 +326,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graphed: Graphed, step: Step | None, *inputs: torch.Tensor) -> Any:
         ctx.graphed, ctx.step = graphed, step
         ctx.set_materialize_grads(False)
-        # Autograd may keep this tensor as the gradient of a leaf, and add to it in place.
+        # Gradients of leaves are cloned: autograd may keep them as `.grad` and add in place.
         ctx.leaves = [t.is_leaf for t in inputs[: len(graphed.inputs)]]
         with torch.no_grad():
             for own, new in zip(graphed.inputs, inputs, strict=False):
@@ -363,7 +367,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of the arguments. Keywords have any order, and may say None."""
+    """Leaves and structure of the arguments, regardless of the order of keywords and of Nones."""
     named = {name: x for name, x in sorted(kwargs.items()) if x is not None}
     return tree_flatten((args, named))
 

@@ -1,4 +1,4 @@
-"""Hooks that run when a callable is warmed up and captured, around its graphs, never in them."""
+"""Hooks that run during warm-up and around a capture; they are never part of a graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CaptureTimeHooks:
         where: which callable, for errors.
 
     Raises:
-        TypeError: no mapping.
+        TypeError: not a mapping.
         ValueError: an unknown kind.
     """
 

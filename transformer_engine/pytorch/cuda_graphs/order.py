@@ -10,9 +10,10 @@ class CaptureOrder:
     """The order of captures; see `_order` of `make_graphed_callables`.
 
     Args:
-        functions: how many callables there are.
-        order: chunks, as micro-batches run; None for one chunk and micro-batch.
-        sizes: callables in each chunk; None for equally many.
+        functions: the number of callables.
+        order: the chunks in the order in which micro-batches run them, `c` for a forward and `-c`
+            for a backward; None for one chunk and one micro-batch.
+        sizes: the number of callables in each chunk; None for chunks of equal size.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Scaling state before and after a warm-up, and what trainers call that capture graphs themselves.
+"""Saves and restores scaling state around a warm-up, also for trainers that capture graphs.
 
 set_capture_start()
 saved = save_fp8_tensors([model], recipe)
@@ -26,7 +26,7 @@ SavedScaling = dict[str, tuple[torch.Tensor, torch.Tensor]]  # scales and histor
 
 
 def scaled_modules(modules: Iterable[nn.Module]) -> tuple[ScaledModule, ...]:
-    """The modules with scaling state in these modules, each once, those with GEMMs first."""
+    """The modules with scaling state among these and their submodules; those with GEMMs first."""
     every = dict.fromkeys(part for module in modules for part in module.modules())
     gemms = [m for m in every if isinstance(m, TransformerEngineBaseModule)]
     parts = [part for module in gemms for part in module.parts()]
@@ -43,7 +43,7 @@ def save_scaling(modules: Iterable[ScaledModule]) -> list[SavedScaling]:
 
 
 def restore_scaling(modules: Iterable[ScaledModule], saved: Sequence[SavedScaling]) -> None:
-    """Write the copies back in place, where graphs read. A state that was made since is reset."""
+    """Write the copies back in place, because graphs read there; reset states made since then."""
     for module, copies in zip(modules, saved, strict=True):
         for direction, state in module.scaling.items():
             if direction in copies:
@@ -56,8 +56,8 @@ def save_fp8_tensors(modules: Iterable[nn.Module], recipe: Any = None) -> list[S
     """Copy the FP8 scaling state of modules, for `restore_fp8_tensors`.
 
     Args:
-        modules: and the modules in them.
-        recipe: under which they will run.
+        modules: the modules, with their submodules.
+        recipe: the recipe under which the modules will run.
 
     Returns:
         The copies; None under a recipe that keeps no state.
@@ -81,14 +81,14 @@ def save_fp8_tensors(modules: Iterable[nn.Module], recipe: Any = None) -> list[S
 def restore_fp8_tensors(
     modules: Iterable[nn.Module], fp8_tensors: Sequence[SavedScaling] | None
 ) -> None:
-    """Restore what `save_fp8_tensors` copied, in place: graphs go on reading it.
+    """Restore what `save_fp8_tensors` copied, in place, so that graphs read the restored values.
 
     Args:
-        modules: those whose state was copied.
-        fp8_tensors: what `save_fp8_tensors` returned.
+        modules: the modules whose state was copied.
+        fp8_tensors: the result of `save_fp8_tensors`.
 
     Raises:
-        ValueError: there are other modules now.
+        ValueError: the number of modules with scaling state has changed.
     """
     if fp8_tensors is None:
         return
@@ -116,7 +116,7 @@ def capturing_graphs() -> Iterator[None]:
 def set_capture_start() -> None:
     """Announce that the caller begins to warm up and capture CUDA graphs.
 
-    Until `set_capture_end` attention backends are chosen by the time of the GPU alone.
+    Until `set_capture_end`, attention backends are chosen by their time on the GPU only.
     """
     process_state().captures_graphs = True
 

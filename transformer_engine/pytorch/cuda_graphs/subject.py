@@ -28,15 +28,15 @@ class Subject:
         self.function = function
         self.where = where
         self.hooks = hooks or CaptureTimeHooks(None, where)
-        self.graphs = 0  # that are captured and were not reset
+        self.graphs = 0  # the number of graphs that were not reset
         self.module = function if isinstance(function, nn.Module) else None
         self.scaled = scaled_modules(() if self.module is None else (self.module,))
         self.ours = [m for m in self.scaled if isinstance(m, TransformerEngineBaseModule)]
         self.training = self.module is not None and self.module.training
         self.forward = function if self.module is None else self.module.forward
         self.takes_first = _takes_first(self.forward, self.module is None)
-        self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
-        self.cached_weights: list[Any] = []  # what graphs read stays
+        self.weights: torch.cuda.CUDAGraph | None = None  # casts weights to where graphs read them
+        self.cached_weights: list[Any] = []  # keeps that memory alive
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
     @property
@@ -52,13 +52,13 @@ class Subject:
         first_microbatch: bool | None = None,
         function: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run the callable; its modules take this `is_first_microbatch`, whatever callers say.
+        """Run the callable; `first_microbatch` overrides `is_first_microbatch` in all its modules.
 
         Args:
-            args: of the call.
-            kwargs: of the call.
-            first_microbatch: None leaves the modules what callers say.
-            function: the callable itself, of which a module may replace the `forward`.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            first_microbatch: None leaves `is_first_microbatch` as callers pass it.
+            function: the function to call; None is the original `forward`.
         """
         function = function or self.forward
         if first_microbatch is None:
@@ -92,7 +92,7 @@ class Subject:
                 )
 
     def trackers(self) -> list[Any]:
-        """RNG state trackers of its modules, each once."""
+        """The RNG state trackers of the modules, each once."""
         parts = () if self.module is None else self.module.modules()
         found = [getattr(part, "get_rng_state_tracker", None) for part in parts]
         made = [get() for get in dict.fromkeys(found) if get is not None]
@@ -135,7 +135,7 @@ def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any
     """A callable without a graph, with the interface of one that has a graph.
 
     Args:
-        function: to be returned.
+        function: the callable.
         caches: calls pass `is_first_microbatch`, see `cache_quantized_params`.
     """
     subject = Subject(function, "")

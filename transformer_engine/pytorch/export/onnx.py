@@ -1,8 +1,8 @@
 """`onnx_export`: modules as graphs of ONNX operators, in high precision and in FP8.
 
-While torch exports a model for ONNX, a chain does not call kernels: each of its stages says what it
-means in torch's own operators (`Stage.exported`), and a cast to FP8 becomes a pair of
-QuantizeLinear and DequantizeLinear, which runtimes fuse with the product behind it.
+While torch exports a model for ONNX, a chain does not call kernels. Instead, each stage is
+expressed by torch's own operators (`Stage.exported`). A cast to FP8 becomes a pair of
+QuantizeLinear and DequantizeLinear, which runtimes fuse with the GEMM that follows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 
-_VALUES = {  # of every code
+_VALUES = {  # the values of all 256 codes
     format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
     for format, dtype in TORCH_FP8.items()
 }
-# Zero points, which say which float8. A constant of the graph: ONNX cannot compute with float8.
+# Zero points, whose dtype selects the float8 type. They are constants of the graph, because ONNX
+# cannot compute with float8.
 _ZERO = {format: torch.zeros((), dtype=dtype, device="cpu") for format, dtype in TORCH_FP8.items()}
 
 
@@ -38,7 +39,7 @@ class onnx_export(ContextDecorator):
     outside `torch.onnx.export`.
 
     Args:
-        enabled: whether to.
+        enabled: False makes the context do nothing.
 
     Raises:
         RuntimeError: inside, from `torch.onnx.export`: a layer without trained scales under delayed
@@ -82,12 +83,12 @@ def cast_there_and_back(
 
     Args:
         x: in fp32 or in the dtype of activations.
-        quantizer: of the GEMM.
-        dtype: of activations, to which most quantizers round first.
+        quantizer: the quantizer of the GEMM's operand.
+        dtype: the dtype of activations, to which most quantizers round first.
         pinned: `x` may come from an operator that moves elements, see `_pinned`.
 
     Returns:
-        fp32 behind an FP8 quantizer, otherwise `dtype`.
+        fp32 with an FP8 quantizer, otherwise `dtype`.
     """
     if not quantizer.rounds_once:
         x = x.to(dtype)
@@ -104,10 +105,10 @@ def dequantized_weight(
 ) -> torch.Tensor:
     """The values of an FP8 weight from a table, because ONNX cannot reinterpret bytes.
 
-    For a GEMM in FP8 they are fp32 behind a cast that changes none of them. There is one scale
-    then, because `Float8BlockScaling` is not exported.
+    For a GEMM in FP8 they are fp32, after a cast to FP8 and back that changes no value. There is
+    one scale in this case, because `Float8BlockScaling` is not exported.
     """
-    if weight.requires_grad:  # torch.export takes no parameter apart that does
+    if weight.requires_grad:  # torch.export cannot unwrap a parameter that requires a gradient
         refuse(weight.label, "call model.requires_grad_(False) first", layer)
     matrix = rowwise_of(weight)
     assert matrix is not None
@@ -129,11 +130,11 @@ def _symbolic(
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, so that its cast stays behind the operator that made it.
+    """`x` after an operator that keeps onnxruntime from moving the cast that follows.
 
     onnxruntime (1.31) moves a cast with a constant scale in front of Transpose and Reshape, and
-    then refuses its own graph, because Transpose takes no float8 before opset 21. The sum of one
-    tensor is in the way.
+    then refuses its own graph, because Transpose takes no float8 before opset 21. A Sum of one
+    tensor in between prevents that.
     """
     return _symbolic("Sum", (x,), x.dtype, x.device)
 
@@ -141,9 +142,9 @@ def _pinned(x: torch.Tensor) -> torch.Tensor:
 def _quantize_dequantize(x: torch.Tensor, inverse: torch.Tensor, format: int) -> torch.Tensor:
     """`x` rounded to FP8.
 
-    onnxruntime copies both operators to other places of the graph, and there takes the codes of a
-    DequantizeLinear without a zero point for uint8.
+    Both operators have a zero point: onnxruntime copies them to other places of the graph, and
+    would take the codes of a DequantizeLinear without a zero point for uint8.
     """
-    cpu = torch.device("cpu")  # codes are read by the second operator alone
+    cpu = torch.device("cpu")  # only the second operator reads the codes
     codes = _symbolic("QuantizeLinear", (x, inverse, _ZERO[format]), TORCH_FP8[format], cpu)
     return _symbolic("DequantizeLinear", (codes, inverse, _ZERO[format]), torch.float32, x.device)

@@ -1,4 +1,4 @@
-"""What the two attentions of a decoder layer are called with."""
+"""The arguments of self-attention and of cross-attention in a decoder layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def arguments_of_decoder(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of self-attention and of cross-attention.
 
-    Lengths of keys are those of the encoder output, so self-attention has those of its queries for
-    both. Without a cache, that is: its keys are then the cached tokens. A mask of cross-attention
-    is in place of lengths.
+    Lengths of keys (`..._kv`) are those of the encoder output, so self-attention gets the lengths
+    of its queries (`..._q`) for its keys, too. With `inference_params` it gets both as they are,
+    because its keys are the cached tokens. If cross-attention has a mask, it gets no lengths.
 
     Args:
         core: arguments of the layer that differ from their defaults.
-        of_masks: those of cross-attention alone; None stands for the default.
+        of_masks: arguments of cross-attention only; None stands for the default.
     """
     masked = of_masks["attention_mask"] is not None
     shared = {

@@ -19,8 +19,8 @@ from transformer_engine.pytorch.module.arguments import check_numbers
 class DropSamples(Stage):
     """Multiplies each sample by 0 with probability `p`, else by `1 / (1 - p)`.
 
-    The parameter is `cu_seqlens` of packed tokens, or None. `options` of the call are the
-    probability `p` of 0, and the dimension of samples.
+    The parameter is `cu_seqlens` of packed tokens, or None. The `options` of a call are `p` and the
+    dimension of samples.
     """
 
     label = "drop_path"

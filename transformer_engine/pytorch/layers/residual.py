@@ -13,10 +13,10 @@ from transformer_engine.pytorch.fp8.exporting import exporting
 
 
 class Residual(Part):
-    """The stage `DropoutAdd`, planned on its own.
+    """The stage `DropoutAdd` as a part.
 
     Args:
-        with_residual: it reads a branch and a residual, not a branch alone.
+        with_residual: the stage reads a branch and a residual; otherwise a branch only.
     """
 
     def __init__(self, with_residual: bool = True) -> None:

@@ -59,11 +59,13 @@ _SET_BLOCKS: dict[str, Callable[[Any, Any], None]] = {
 
 
 class LayerSettings(HasSettings):
-    """Base of TransformerLayer. Blocks of users, which are other modules, do not see its settings.
+    """Base of TransformerLayer: passes changed settings on to the blocks of the layer.
+
+    Blocks of other classes, which users have put in place of ours, do not get them.
 
     Attributes:
         drop_path_rate: probability of leaving out a sample's attention or MLP block in training.
-        self_attn_mask_type: of self-attention, for calls that name none.
+        self_attn_mask_type: mask type of self-attention, for calls that give none.
         sequence_parallel: each rank has a part of the tokens, see `TransformerLayer`.
     """
 
@@ -72,20 +74,20 @@ class LayerSettings(HasSettings):
     sequence_parallel: bool = flag_setting()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """See `HasSettings`. Blocks get what concerns them."""
+        """See `HasSettings`. Some settings are also set in the blocks."""
         super().__setattr__(name, value)
         if name in _SET_BLOCKS and self.is_built():
             _SET_BLOCKS[name](self, getattr(self, name))
 
     def is_built(self) -> bool:
-        """Whether there are all blocks."""
+        """Whether all blocks have been made."""
         return "layernorm_mlp" in self.__dict__.get("_modules", ())
 
     def rebuild_chain(self) -> None:
-        """Blocks have chains of their own."""
+        """Does nothing, because blocks rebuild their own chains."""
 
     def fixed_settings(self) -> tuple[str, ...]:
-        """See `HasSettings`; blocks are built for them."""
+        """See `HasSettings`; these decide how the blocks are built."""
         return (
             "apply_residual_connection_post_layernorm",
             "attn_input_format",

@@ -4,8 +4,8 @@
     decoder     x -> self_attention -> + -> inter_attention -> + -> layernorm_mlp -> +
     parallel    x -> (self_attention + layernorm_mlp) -> +
 
-The GEMMs add their biases themselves: that costs them nothing, and their gradients come out of the
-pass that quantises the GEMM's incoming gradient.
+GEMMs add their biases in the epilogue, at no cost. The gradient of a bias is summed in the pass
+that quantises the output gradient of the GEMM.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TransformerLayer(LayerSettings, FlowModule):
         layernorm_epsilon: added to the variance.
         hidden_dropout: probability of dropping an element at the end of a block in training.
         attention_dropout: probability of dropping an attention weight in training.
-        init_method: of QKV and FC1 weights; None is a normal with deviation 0.023.
-        output_layer_init_method: of PROJ and FC2 weights; likewise.
+        init_method: for QKV and FC1 weights; None is a normal with deviation 0.023.
+        output_layer_init_method: for PROJ and FC2 weights; likewise.
         layer_number: number of the layer, from 1.
         kv_channels: size of a head; None is `hidden_size / num_attention_heads`.
         self_attn_mask_type: see `DotProductAttention`; `forward` may override it.
@@ -69,23 +69,23 @@ class TransformerLayer(LayerSettings, FlowModule):
             `fuse_qkv_params`.
         seq_length: with `sequence_parallel`, the sequence length of the `tp_size` parts together.
         micro_batch_size: without effect.
-        sequence_parallel: input and output are this rank's part of the tokens, see `Linear`. Run
-            the layer in a fork of the tracker then, so that ranks drop unlike elements.
+        sequence_parallel: input and output are this rank's part of the tokens, see `Linear`. Then
+            run the layer in a fork of the RNG tracker, so that ranks draw different dropout masks.
         apply_residual_connection_post_layernorm: take residuals from the output of the norms.
         output_layernorm: normalise the output instead of the input.
-        parallel_attention_mlp: attention and MLP side by side, of the same input.
+        parallel_attention_mlp: attention and MLP read the same input, and their outputs are added.
         layer_type: `encoder`, or `decoder` with cross-attention.
         drop_path_rate: probability of leaving out a sample's attention or MLP block in training.
-        set_parallel_mode: the ranks of `tp_group` share the layer: heads and QKV and FC1 by
-            columns, PROJ and FC2 by rows. Without it every rank has all of it.
+        set_parallel_mode: the ranks of `tp_group` share the layer: heads, QKV and FC1 by columns,
+            PROJ and FC2 by rows. Without this flag every rank has the whole layer.
         fuse_qkv_params: one parameter for queries, keys and values instead of three.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
-            key and value; without it, those of all queries, of all keys, of all values. False
-            without `fuse_qkv_params`.
+        qkv_weight_interleaved: order of the rows of the fused weight: for each group those of its
+            queries, key and value; if False, those of all queries, of all keys, of all values. It
+            is taken as False without `fuse_qkv_params`.
         bias: learn additive biases.
-        activation: of the MLP, see `LayerNormMLP`.
-        activation_params: of `clamped_swiglu`, see there.
+        activation: activation of the MLP, see `LayerNormMLP`.
+        activation_params: settings of `clamped_swiglu`, see `LayerNormMLP`.
         normalization: `LayerNorm` or `RMSNorm`.
         device: of the parameters; None is cuda where there is one, else cpu.
         attn_input_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
@@ -95,18 +95,18 @@ class TransformerLayer(LayerSettings, FlowModule):
             `arbitrary` for one, `no_mask` without.
         enc_dec_window_size: window of cross-attention.
         enc_dec_bottom_right_diagonal: see `DotProductAttention`.
-        rotary_pos_interleaved: neighbours turn together, (0, 1), (2, 3), ..., and not (0, size /
-            2), (1, size / 2 + 1), ...
+        rotary_pos_interleaved: rotate pairs of neighbours (0, 1), (2, 3), ... of a head; if False,
+            pairs (0, size / 2), (1, size / 2 + 1), ...
         qk_norm_type: norm of the heads of queries and keys, see `MultiheadAttention`.
-        qk_norm_eps: of that norm.
+        qk_norm_eps: the eps of this norm.
         qk_norm_before_rope: see `MultiheadAttention`.
         softmax_type: see `DotProductAttention`.
         name: name of the layer; its children are `<name>.self_attention`, ...
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, mask types or settings that cannot be, alone or together, or that ranks
-            cannot share.
+        ValueError: invalid sizes, mask types or settings; settings that cannot be combined; sizes
+            that ranks cannot share.
         TypeError: unknown arguments.
         NotImplementedError: unknown activations.
 
@@ -305,7 +305,7 @@ class TransformerLayer(LayerSettings, FlowModule):
             enc_dec_attn_mask: mask of cross-attention, see `DotProductAttention.forward`.
             is_first_microbatch: see `Linear.forward`.
             checkpoint_core_attention: see `DotProductAttention.forward`.
-            inference_params: see `InferenceParams`; self attention alone keeps a cache.
+            inference_params: see `InferenceParams`; only self-attention keeps a cache.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
             core_attention_bias_type: see `DotProductAttention.forward`.
             core_attention_bias: see `DotProductAttention.forward`.
@@ -317,8 +317,8 @@ class TransformerLayer(LayerSettings, FlowModule):
             enc_dec_bottom_right_diagonal: overrides the constructor's.
             sequences: `cu_seqlens_q`, `cu_seqlens_kv`, `cu_seqlens_q_padded`,
                 `cu_seqlens_kv_padded`, `max_seqlen_q`, `max_seqlen_kv` and `pad_between_seqs` of
-                `DotProductAttention.forward`. In a decoder those of `kv` are of `encoder_output`,
-                and cross-attention takes `enc_dec_attn_mask` instead where there is one.
+                `DotProductAttention.forward`. In a decoder those of `kv` are of `encoder_output`;
+                if `enc_dec_attn_mask` is given, cross-attention uses the mask instead of lengths.
 
         Returns:
             The shape and dtype of `hidden_states`; the dtype of `torch.autocast` where that is
@@ -371,15 +371,15 @@ class TransformerLayer(LayerSettings, FlowModule):
     def data_flow(
         self, flow: Flow, values: Sequence[Any], core: dict[str, Any], cross: dict[str, Any]
     ) -> Any:
-        """What the layer does, see `chain.flow`: from hidden states (and encoder output) to output.
+        """The computation of the layer, written for `chain.flow`.
 
         Args:
-            flow: runs it, or lists its stages.
-            values: hidden states; in a decoder, encoder output behind them.
+            flow: runs the computation, or lists its stages.
+            values: hidden states; in a decoder also the encoder output.
             core: arguments of self-attention that differ from their defaults.
-            cross: the same of cross-attention.
+            cross: arguments of cross-attention that differ from their defaults.
         """
-        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
+        modules: dict[str, Any] = self._modules  # to read a module as attribute costs a microsecond
         (hidden_states, *encoder_output), microbatch = values, core.get("is_first_microbatch")
         ends = core.get("cu_seqlens_q_padded", core.get("cu_seqlens_q"))
         packed = ends if self.attn_input_format == "thd" else None
@@ -412,8 +412,8 @@ class TransformerLayer(LayerSettings, FlowModule):
     ) -> Any:
         """End a block: residual + drop_path(dropout(output)).
 
-        A block that begins with a norm is `(output, residual)`: the norm's input, or its output
-        with `apply_residual_connection_post_layernorm`.
+        A block that begins with a norm returns `(output, residual)`: the residual is the norm's
+        input, or the norm's output with `apply_residual_connection_post_layernorm`.
         """
         out, residual = block if isinstance(block, tuple) else (block, residual)
         p = self.hidden_dropout if self.training else 0.0

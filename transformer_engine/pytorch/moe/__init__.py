@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, and the order of tokens."""
+"""Mixture of experts: routing of tokens, and sorting them by expert and back."""

@@ -1,4 +1,4 @@
-"""Tokens in the order of their experts, each expert's rows padded, as FP8 products want them."""
+"""Tokens sorted by expert, with each expert's rows padded, as FP8 GEMMs require."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def moe_permute_and_pad_with_probs(
 ) -> Padded:
     """`moe_permute_with_probs`, with rows of zeros behind those of each expert.
 
-    `GroupedLinear` pads within where it must; this pads once for several layers. The host waits for
-    `tokens_per_expert` if that is on a GPU.
+    `GroupedLinear` pads by itself where it must; this pads once for several layers. The host waits
+    for `tokens_per_expert` if that is on a GPU.
 
     Args:
         inp: `[tokens, hidden]`.
         probs: `[tokens, experts]`.
         routing_map: bool or 0 and 1 `[tokens, experts]`.
         tokens_per_expert: `[experts]`, integers: the sums of the columns of the routing map.
-        align_size: the rows of each expert are made a multiple of it; an expert without tokens has
-            no rows.
+        align_size: the rows of each expert are padded to a multiple of it; an expert without tokens
+            has no rows.
 
     Returns:
         `(rows, weights, row_id_map, pad_offsets, padded_tokens_per_expert)`: rows
@@ -43,8 +43,8 @@ def moe_permute_and_pad_with_probs(
 
     Raises:
         ValueError: no `tokens_per_expert`, or another number of them than of experts; `align_size`
-            below 1; see `moe_permute_with_probs`. On a CPU, numbers that are not those of the map.
-        TypeError: `align_size` is no int; see `moe_permute`.
+            below 1; see `moe_permute_with_probs`. On a CPU, numbers that differ from the map's.
+        TypeError: `align_size` is not an int; see `moe_permute`.
 
     >>> probs = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     >>> rows, weights, row_id_map, pad_offsets, padded = moe_permute_and_pad_with_probs(

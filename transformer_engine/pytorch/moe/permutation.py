@@ -1,8 +1,9 @@
-"""Tokens in the order of their experts, and back: the two ends of a mixture of experts.
+"""Sorting tokens by expert, and back: the two ends of a mixture of experts.
 
-Compositions of torch operations, on any device, without waiting for a GPU where the number of rows
-is given. What `moe_permute` and its sister return beside the rows, `row_id_map`, says the token and
-the column of the routing map that each row is of, int64 `[rows, 2]`; programs only hand it on.
+All functions are compositions of torch operations, on any device. They do not wait for a GPU if the
+number of rows is given. `row_id_map`, which `moe_permute` and similar functions return beside the
+rows, is int64 `[rows, 2]`: for each row, the token and the column of the routing map that it stands
+for. Callers only pass it on to `moe_unpermute`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def moe_permute(
 
     Args:
         inp: `[tokens, hidden]`.
-        routing_map: bool or 0 and 1 `[tokens, experts]` of `map_type` `"mask"`; `[tokens, topk]`,
-            numbers of experts, of `"index"`.
-        num_out_tokens: number of rows: of a mask, that of its ones; of indices, rows beyond it are
-            left out. None or below 1: as many as there are, for which the host waits with a mask.
+        routing_map: with `map_type="mask"`, bool or 0 and 1 `[tokens, experts]`; with `"index"`,
+            numbers of experts `[tokens, topk]`.
+        num_out_tokens: number of rows. With a mask it must be the number of ones; with indices,
+            further rows are left out. None or below 1: all; with a mask the host waits for them.
         max_token_num: has no effect.
         map_type: `"mask"` or `"index"`.
 
@@ -46,8 +47,9 @@ def moe_permute(
 
     Raises:
         ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a mask of other values
-            than 0 and 1, and a number of rows that is not that of the ones.
-        TypeError: an input in FP8; what is no tensor; indices of another dtype than int32 or int64.
+            than 0 and 1, or `num_out_tokens` other than the number of ones.
+        TypeError: an input in FP8; arguments that are not tensors; indices of another dtype than
+            int32 or int64.
 
     >>> tokens = torch.tensor([[1.0], [2.0]])
     >>> rows, row_id_map = moe_permute(tokens, torch.tensor([[True, True], [True, False]]), 3)
@@ -111,21 +113,21 @@ def moe_unpermute(
 
     Args:
         inp: `[rows, hidden]`.
-        row_id_map: of `moe_permute`, or of a function like it.
+        row_id_map: the result of `moe_permute`, or of a similar function.
         merging_probs: weights of the rows, of the shape of the routing map.
-        restore_shape: `[tokens, hidden]`; None: as many tokens as the weights are of, or, without
-            weights, the shape of `inp`.
-        map_type: has no effect: `row_id_map` knows.
+        restore_shape: `[tokens, hidden]`; if None, the tokens are those of `merging_probs`, and
+            without weights the shape is that of `inp`.
+        map_type: has no effect, because `row_id_map` has one form for both types.
         probs: older name of `merging_probs`.
-        pad_offsets: of `moe_permute_and_pad_with_probs`: `inp` has rows of padding, which are left
-            out; None: it has none.
+        pad_offsets: from `moe_permute_and_pad_with_probs`, if `inp` has rows of padding, which are
+            left out; None: there is no padding.
 
     Returns:
-        `restore_shape`, in the dtype of `inp`.
+        A tensor of `restore_shape`, in the dtype of `inp`.
 
     Raises:
         ValueError: shapes that do not fit; weights under both names.
-        TypeError: an input in FP8; what is no tensor.
+        TypeError: an input in FP8; arguments that are not tensors.
 
     >>> rows, row_id_map = moe_permute(torch.ones(2, 1), torch.ones(2, 2, dtype=torch.bool), 4)
     >>> moe_unpermute(rows, row_id_map, torch.tensor([[0.5, 0.25], [1.0, 1.0]]), [2, 1]).flatten()
@@ -165,20 +167,20 @@ def moe_sort_chunks_by_index(
     split_sizes: torch.Tensor | Sequence[int],
     sorted_index: torch.Tensor | Sequence[int],
 ) -> torch.Tensor:
-    """Cut rows into chunks and put these into another order.
+    """Cut rows into chunks, and put the chunks into another order.
 
     Args:
         inp: `[rows, hidden]`.
-        split_sizes: `[chunks]`, rows of each, which add up to `rows`.
+        split_sizes: `[chunks]`, the rows of each chunk, which add up to `rows`.
         sorted_index: `[chunks]`, which chunk comes first, second, ...
 
     Returns:
         `[rows, hidden]`.
 
     Raises:
-        ValueError: shapes that do not fit; on a CPU, sizes that do not add up, and indices that are
-            not those of all chunks.
-        TypeError: an input in FP8; what is no tensor, sizes and indices that are no integers.
+        ValueError: shapes that do not fit; on a CPU, sizes that do not add up, or indices that do
+            not name each chunk once.
+        TypeError: an input in FP8 or not a tensor; sizes or indices that are not integers.
 
     >>> moe_sort_chunks_by_index(torch.arange(4.0)[:, None], [1, 3], [1, 0]).flatten()
     tensor([1., 2., 3., 0.])
@@ -193,7 +195,7 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor | Sequence[int],
     sorted_index: torch.Tensor | Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moe_sort_chunks_by_index` of rows and of a weight of each.
+    """`moe_sort_chunks_by_index` for rows, and for one weight per row.
 
     Args:
         inp: `[rows, hidden]`.
@@ -224,10 +226,10 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 def padded_places(row_id_map: torch.Tensor, pad_offsets: torch.Tensor) -> torch.Tensor:
-    """Where each row is once every expert's rows are padded: int64 `[rows]`.
+    """The index of each row among the padded rows: int64 `[rows]`.
 
     Args:
-        row_id_map: of a mask.
+        row_id_map: from `moe_permute_with_probs`.
         pad_offsets: int64 `[experts]`, rows of padding in front of each expert's rows.
     """
     rows = torch.arange(row_id_map.shape[0], device=row_id_map.device)
@@ -255,7 +257,7 @@ def _without_padding(
 
 
 def _check_places(row_id_map: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> None:
-    """Raise ValueError for rows of tokens, or weights, that are not there. Only the CPU's."""
+    """Raise ValueError for tokens or columns out of range; only `row_id_map` on a CPU is read."""
     if not can_read(row_id_map) or not row_id_map.numel():
         return
     token, column = (last + 1 for last in row_id_map.amax(0).tolist())
@@ -303,7 +305,7 @@ def _row_id_map(
                 f"[moe_permute] expected num_out_tokens={ones}, the ones of the mask, got {rows}"
             )
         rows = ones
-    # Of a stable sort the chosen come first, by expert and then by token.
+    # The stable sort puts the ones of the mask first, in order of experts, then of tokens.
     places = (~chosen).t().flatten().byte().argsort(stable=True)[:rows]
     return torch.stack([places % tokens, places // tokens], 1)
 
@@ -330,7 +332,7 @@ def _chunk_order(
     split_sizes: torch.Tensor | Sequence[int],
     sorted_index: torch.Tensor | Sequence[int],
 ) -> torch.Tensor:
-    """Where each row of the result comes from."""
+    """The index in `inp` of each row of the result."""
     sizes = _integers("split_sizes", split_sizes, inp.device)
     order = _integers("sorted_index", sorted_index, inp.device)
     rows = inp.shape[0]
@@ -348,7 +350,7 @@ def _chunk_order(
             "[moe_sort_chunks_by_index] expected sorted_index with each index from 0 to"
             f" {order.numel() - 1} once, got {order.tolist()}"
         )
-    # A chunk moves by the difference of its starts.
+    # A row comes from its own index plus (old start - new start) of its chunk.
     starts, moved = sizes.cumsum(0) - sizes, sizes[order]
     shifts = starts[order] - (moved.cumsum(0) - moved)
     return torch.arange(rows, device=inp.device) + shifts.repeat_interleave(moved, output_size=rows)
@@ -365,7 +367,7 @@ def _integers(name: str, values: Any, device: torch.device) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of tokens; gradients of one token are summed in fp32."""
+    """Copies tokens to rows; the backward sums the gradients of each token's rows in fp32."""
 
     @staticmethod
     def forward(ctx: Any, inp: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -380,7 +382,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Sums of rows, in fp32, by token."""
+    """Sums the rows of each token in fp32; the backward copies gradients to rows."""
 
     @staticmethod
     def forward(

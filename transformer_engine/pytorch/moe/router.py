@@ -1,6 +1,7 @@
-"""Routing of tokens to experts: which, with what weights, and the loss that balances them.
+"""Routing of tokens to experts: the experts of each token, their weights, and the balancing loss.
 
-Compositions of torch operations in fp32, on any device; autograd knows their gradients.
+All functions are compositions of torch operations in fp32, on any device, so autograd computes
+their gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LEAST_SUM = 1e-20  # keeps weights finite where all scores vanish
 
 
 def _sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """The root, whose gradient is 0 and not NaN where it vanishes."""
+    """The root of softplus; its gradient is 0, not NaN, where softplus underflows to 0."""
     values = torch.nn.functional.softplus(logits)
     above = values > 0
     return values.where(above, 1.0).sqrt().where(above, 0.0)
@@ -53,28 +54,29 @@ def fused_topk_with_score_function(
     Args:
         logits: `[tokens, experts]`, fp32, fp16 or bf16.
         topk: experts of each token.
-        use_pre_softmax: softmax over all experts, then choose; else over the chosen ones.
-        num_groups: experts are in so many groups of one size; None: all may be chosen.
-        group_topk: choose among so many groups only, those whose best `topk // group_topk` experts
-            have the largest sum.
+        use_pre_softmax: softmax over all experts, before the choice; else over the chosen experts.
+        num_groups: experts form this many groups of equal size; needed with `group_topk` only.
+        group_topk: choose experts from this many groups only: those groups whose best
+            `topk // group_topk` experts have the largest sum. None: from all experts.
         scaling_factor: multiplies the weights; None is 1.
         score_function: `"softmax"`, `"sigmoid"` or `"sqrtsoftplus"`; the weights of the latter two
-            are divided by their sum where there are several.
-        expert_bias: `[experts]`, added for the choice alone; not with `"softmax"`.
-        routing_map_format: of `chosen`: `"bytemap"`, booleans `[tokens, experts]`, or
-            `"bitmap_u8"`, eight of them in a byte of uint8 `[tokens, ceil(experts / 8)]`, the first
-            in its lowest bit.
+            are divided by their sum if `topk` is above 1.
+        expert_bias: `[experts]`, added to scores for the choice only, not to weights; not with
+            `"softmax"`.
+        routing_map_format: format of `chosen`: `"bytemap"` is bool `[tokens, experts]`;
+            `"bitmap_u8"` is uint8 `[tokens, ceil(experts / 8)]`, with eight experts in a byte, the
+            first in the lowest bit.
         topk_indices: int32 or int64 `[tokens, topk]`, to be filled with the experts of each token,
             as `moe_permute` takes them with `map_type="index"`.
 
     Returns:
         `(weights, chosen)`: `[tokens, experts]` in the dtype of `logits`, zero where not chosen,
-        and which are chosen; `topk_indices` in place of the latter, where that is there.
+        and which experts are chosen; `(weights, topk_indices)` if `topk_indices` is given.
 
     Raises:
         ValueError: fp64, an unknown score function or format, or numbers that do not fit.
-        TypeError: `logits` or `expert_bias` that are no tensor; `logits` of integers,
-            `topk_indices` and `topk` that are not.
+        TypeError: `logits` or `expert_bias` that are not tensors; `logits` of integers;
+            `topk_indices` or `topk` that are not integers.
 
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
@@ -112,21 +114,21 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: torch.Tensor, topk: int, score_function: str, routing_map_format: str = "bytemap"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores that the balancing loss looks at.
+    """The scores that the balancing loss reads.
 
     Args:
         logits: `[tokens, experts]`.
         topk: experts of each token.
         score_function: `"softmax"`, `"sigmoid"` or `"sqrtsoftplus"`; scores of the latter two are
             divided by their sum over the experts.
-        routing_map_format: of `chosen`, see `fused_topk_with_score_function`.
+        routing_map_format: format of `chosen`, see `fused_topk_with_score_function`.
 
     Returns:
-        `(chosen, scores)`: which are chosen, and fp32 `[tokens, experts]`.
+        `(chosen, scores)`: which experts are chosen, and fp32 `[tokens, experts]`.
 
     Raises:
         ValueError: fp64, an unknown score function or format, or `topk` that does not fit.
-        TypeError: `logits` that are no tensor, or of integers.
+        TypeError: `logits` that are not a tensor, or of integers.
     """
     _check(logits, topk, score_function, routing_map_format)
     scores = _SCORES[score_function](logits.float())
@@ -143,24 +145,24 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> torch.Tensor:
-    """The loss that is least where tokens are spread evenly over the experts.
+    """A loss that is smallest if tokens are spread evenly over the experts.
 
     Args:
         probs: `[tokens, experts]`, scores.
-        tokens_per_expert: `[experts]`, how many tokens chose each.
-        total_num_tokens: of all ranks.
+        tokens_per_expert: `[experts]`, how many tokens chose each expert.
+        total_num_tokens: the number of tokens of all ranks.
         num_experts: number of experts.
         topk: experts of each token.
         coeff: weight of this loss.
 
     Returns:
         A scalar in the dtype of `probs`: `coeff * num_experts / (topk * total_num_tokens^2)` times
-        the sum over experts of the sum of their `probs` and their `tokens_per_expert`; 0 without
+        the sum over experts of (sum of `probs` over tokens) * `tokens_per_expert`; 0 without
         tokens.
 
     Raises:
         ValueError: another number of `tokens_per_expert` than of experts.
-        TypeError: `probs` or `tokens_per_expert` is no tensor.
+        TypeError: `probs` or `tokens_per_expert` is not a tensor.
     """
     check_tensors("router", probs=probs)
     _check_experts("tokens_per_expert", tokens_per_expert, probs.shape[-1])
@@ -194,7 +196,7 @@ def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str
 
 
 def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int) -> torch.Tensor:
-    """The scores, and minus infinity for experts of groups that are not among the best."""
+    """The scores, with minus infinity for experts of groups that are not among the best."""
     experts = choice.shape[-1]
     fits = 1 <= group_topk <= groups and not experts % groups and not topk % group_topk
     if not fits or topk // group_topk > experts // groups:

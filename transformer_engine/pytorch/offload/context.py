@@ -1,4 +1,9 @@
-"""`get_cpu_offload_context`: what layers save for the backward waits in host memory."""
+"""`get_cpu_offload_context`: tensors that layers save for the backward are kept in host memory.
+
+Hooks on saved tensors collect what each layer saves in a `Group`. When a layer has run, its group
+is copied to the host; some layers later, the group's memory on the device is freed. In the
+backward, groups are copied back some layers before they are needed.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,8 @@ from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.offload.groups import CudaCopies, Group, View
 
-# Smaller tensors stay where they are: scales, seeds, statistics of a norm over few tokens. A copy
-# costs the host some microseconds, and PCIe moves this much in less than one.
+# Smaller tensors stay where they are: scales, seeds, statistics of a norm over few tokens. To start
+# a copy takes the host some microseconds, while PCIe moves this many bytes in less than one.
 LEAST_BYTES = 16 * 1024
 Sync = Callable[..., Any]
 
@@ -35,10 +40,10 @@ def get_cpu_offload_context(
 ) -> tuple[AbstractContextManager[Any], Sync]:
     """Keep activations in host memory from the forward of a layer to its backward.
 
-    Copies run beside the computation, on streams of their own. The layers that share one context
-    are offloaded in the order in which they run; copies of the first `num_layers` are spread over
-    the forward of all of them, and back over the backward. Gradients do not change by a bit. On the
-    CPU the same calls do nothing.
+    Copies run on separate streams, at the same time as the computation. The layers that share one
+    context are offloaded in the order in which they run: copies of the first `num_layers` layers
+    are spread over the forward of all layers, and the copies back over the backward. Gradients are
+    the same, bit for bit. Without a GPU the same calls do nothing.
 
     Args:
         enabled: False gives a context and a function that do nothing.
@@ -49,15 +54,15 @@ def get_cpu_offload_context(
         model_layers: how many layers run in the context; None learns it from the first step.
         double_buffering: accepted; copies always overlap with the computation.
         offload_stream: CUDA stream of the copies to the host; None makes one.
-        manual_synchronization: False; a controller of one's own is not implemented.
+        manual_synchronization: must be False; control of copies by the caller is not implemented.
         retain_pinned_cpu_buffers: accepted; host memory is always kept from step to step.
 
     Returns:
-        The context in which every layer's forward runs, and the function that is called after it:
-        with the layer's output, which it returns, or without arguments.
+        A context, in which the forward of every layer must run, and a function, which must be
+        called after each layer: with the layer's output, which it returns, or without arguments.
 
     Raises:
-        TypeError: numbers of layers that are no ints.
+        TypeError: numbers of layers that are not ints.
         ValueError: nothing to offload, or fewer layers in the model than offloaded ones.
         NotImplementedError: `manual_synchronization`.
 
@@ -84,7 +89,7 @@ def get_cpu_offload_context(
     if model_layers is not None:
         check_sizes("cpu_offload", None, num_layers, model_layers=model_layers)
     if not (enabled and torch.cuda.is_available()):
-        nothing: Any = nullcontext()  # which the compiler knows
+        nothing: Any = nullcontext()  # torch.compile can trace it
         nothing.inside_context = False
         return nothing, _same
     copies = CudaCopies(offload_stream)
@@ -93,13 +98,13 @@ def get_cpu_offload_context(
 
 
 def mark_not_offload(*tensors: torch.Tensor) -> None:
-    """Let tensors stay on their device, whatever saves them in an offloading context.
+    """Keep tensors on their device, even if they are saved in an offloading context.
 
     Args:
-        tensors: these very objects; views made of them are not marked.
+        tensors: the tensors; these objects are marked, not views of them.
 
     Raises:
-        TypeError: one that is no tensor.
+        TypeError: an argument that is not a tensor.
 
     >>> import torch
     >>> mark_not_offload(torch.ones(2), torch.ones(3))
@@ -114,7 +119,7 @@ def _same(output: Any = None) -> Any:
 
 
 class OnDevice(NamedTuple):
-    """A tensor that stays, and whose layer is known."""
+    """A saved tensor that stays on the device, with the group of its layer."""
 
     group: Group
     x: torch.Tensor
@@ -143,9 +148,9 @@ class Offload:
         self.activations = activations
         self.weights = weights
         self.copies = copies
-        self._open: Group | None = None  # of the layer that is running
+        self._open: Group | None = None  # the group of the layer that is running
         self._groups: list[weakref.ref[Group]] = []
-        self._coming: list[Group] = []  # memory that copies are written to
+        self._coming: list[Group] = []  # groups that are being copied back
         self._backward = False
 
     def __enter__(self) -> None:
@@ -159,7 +164,7 @@ class Offload:
         self._hooks.__exit__(*exception)
 
     def _restart(self) -> None:
-        """A new forward."""
+        """Start a new forward; after a backward, the number of layers is known."""
         if self._backward:
             self.model_layers = max(len(self._groups), 1)
         for group in self._coming:
@@ -173,9 +178,10 @@ class Offload:
         return self._open
 
     def due(self, index: int) -> int:
-        """The layer after which the memory of an offloaded one is freed.
+        """The layer after which the device memory of layer `index` is freed.
 
-        Copies have equal shares of the forward; those of the last layer cannot have any.
+        The copies of each offloaded layer get an equal share of the forward to run in. The last
+        layer of the model cannot be offloaded, because no layer follows it.
         """
         layers = self.model_layers or self.layers
         share = (layers - 1) / min(self.layers, layers)
@@ -186,8 +192,8 @@ class Offload:
         return index < self.layers and (unknown or self.due(index) < self.model_layers)  # type: ignore[operator]
 
     def pack(self, x: torch.Tensor) -> Any:
-        """What autograd keeps of a tensor."""
-        if graph_task() != -1:  # a forward that is run again, for tensors that are needed at once
+        """The object that autograd saves in place of a tensor."""
+        if graph_task() != -1:  # a recompute, whose saved tensors are needed at once
             return x
         group = self._group()
         return group.save(x) if self._sends(group.index) and self._takes(x) else OnDevice(group, x)
@@ -207,7 +213,7 @@ class Offload:
         )
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again."""
+        """The tensor for an object that `pack` returned."""
         if isinstance(saved, torch.Tensor):
             return saved
         view: View | OnDevice = saved
@@ -216,10 +222,10 @@ class Offload:
         return view.tensor()
 
     def _enter(self, group: Group) -> None:
-        """The backward of a layer begins."""
+        """Called when the backward of a layer begins: start to copy earlier layers back."""
         group.arrive()
         if not any(ref() is group for ref in self._groups):
-            return  # of an earlier forward
+            return  # the group is of an earlier forward
         self._backward = True
         self._coming = [other for other in self._coming if other is not group]
         for index, ref in enumerate(self._groups[: group.index]):
@@ -228,7 +234,7 @@ class Offload:
                 self._coming.append(other)
 
     def synchronize(self, output: Any = None) -> Any:
-        """A layer has run; returns its output."""
+        """Called after a layer has run: start the layer's copies, and free those that are due."""
         if not torch.is_grad_enabled() or graph_task() != -1:
             return output
         group = self._group()

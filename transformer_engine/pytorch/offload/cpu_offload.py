@@ -20,16 +20,16 @@ def get_cpu_offload_context(
     *,
     offload_stream: Any = None,
 ) -> tuple[AbstractContextManager[Any], context.Sync]:
-    """`transformer_engine.pytorch.get_cpu_offload_context`, arguments in another order.
+    """`transformer_engine.pytorch.get_cpu_offload_context` with arguments in another order.
 
     Args:
-        enabled: offload at all; False looks at no other argument.
-        num_layers: how many layers of them.
-        model_layers: how many layers there are.
+        enabled: offload; if False, the other arguments are ignored.
+        num_layers: how many layers are offloaded.
+        model_layers: how many layers the model has.
         offload_activations: offload activations.
         offload_weights: offload weights too.
-        double_buffering: keep buffers on the device from step to step.
-        offload_stream: for the copies.
+        double_buffering: accepted; see the other function.
+        offload_stream: CUDA stream of the copies to the host.
     """
     if not enabled:
         return context.get_cpu_offload_context(enabled=False)

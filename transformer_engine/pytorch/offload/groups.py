@@ -1,8 +1,9 @@
 """Groups of saved tensors that are copied to the host in the forward and back in the backward.
 
-What is copied are storages, once each however many views of them are saved: memory comes back only
-with the whole storage. Copies run on two side streams. The host waits for nothing: the stream that
-computes waits for the copies of a group where its memory is let go, and where it is needed again.
+Whole storages are copied, each once, however many views of it are saved, because memory can be
+freed only with the whole storage. Copies run on two side streams. The host never waits: the
+computing stream waits for the copies of a group before the group's memory is freed, and before it
+is needed again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 class CudaCopies:
     """Copies between CUDA devices and pinned memory, on two side streams.
 
-    An event is what the computing stream can wait for. `outward` is the stream of the copies to the
-    host; None makes one.
+    Copies return an event, for which the computing stream can `wait`. `outward` is the stream of
+    the copies to the host; None makes one.
     """
 
     def __init__(self, outward: Any = None) -> None:
@@ -30,7 +31,7 @@ class CudaCopies:
         return x.is_cuda
 
     def out(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
-        """Begin to copy bytes to the host; the copies, and an event."""
+        """Start copying bytes to the host; returns the copies and an event."""
         self._outward.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._outward):
             hosts = [self._pinned(source.numel()) for source in sources]
@@ -41,7 +42,7 @@ class CudaCopies:
     def back(
         self, sources: list[torch.Tensor], devices: list[torch.device]
     ) -> tuple[list[torch.Tensor], object]:
-        """Begin to copy bytes back, into memory of the computing stream; see `out`."""
+        """Start copying bytes back, into memory of the computing stream; see `out`."""
         found = [
             torch.empty(host.numel(), dtype=torch.uint8, device=device)
             for host, device in zip(sources, devices, strict=True)
@@ -53,11 +54,11 @@ class CudaCopies:
             return found, self._inward.record_event()
 
     def wait(self, event: Any) -> None:
-        """What is computed from here on comes after an event."""
+        """Make the computing stream wait for an event."""
         torch.cuda.current_stream().wait_event(event)
 
     def free(self, host: torch.Tensor) -> None:
-        """Keep pinned memory for the next step: to ask for it takes longer than to copy."""
+        """Keep pinned memory for the next step, because allocating it takes longer than a copy."""
         self._free.setdefault(host.numel(), []).append(host)
 
     def _pinned(self, size: int) -> torch.Tensor:
@@ -73,11 +74,11 @@ class Stored:
         self.bytes: torch.Tensor | None = _bytes(x)
         self.host: torch.Tensor | None = None
         self.size = self.bytes.numel()
-        self.used = 0  # bytes of the views that were saved
+        self.used = 0  # total bytes of the views that were saved
         self._copies = copies
 
     def drop_host(self) -> None:
-        """The bytes are on the device again, or not needed any more."""
+        """Free the host memory: the bytes are on the device again, or no longer needed."""
         if self.host is not None:
             self._copies.free(self.host)
             self.host = None
@@ -86,7 +87,7 @@ class Stored:
 
 
 class View(NamedTuple):
-    """What autograd is given to keep in a tensor's place."""
+    """The object that autograd saves in place of a tensor."""
 
     group: Group
     stored: Stored
@@ -104,22 +105,22 @@ class View(NamedTuple):
 
 
 class Group:
-    """What one layer saves; `index` counts the layers of the model."""
+    """The tensors that one layer saves; `index` counts the layers of the model."""
 
     def __init__(self, index: int, copies: CudaCopies) -> None:
         self.index = index
-        self.entered = False  # its backward has begun
+        self.entered = False  # the backward of the layer has begun
         self._copies = copies
         self._by_address: dict[int, Stored] = {}
         self._saved: list[tuple[torch.Tensor, int]] = []  # with the version that was saved
         self._stored: list[weakref.ref[Stored]] = []
         self._leaving: list[Stored] = []
-        self._left: object = None  # event
+        self._left: object = None  # event after the copies to the host
         self._coming: list[Stored] = []
-        self._came: object = None  # event
+        self._came: object = None  # event after the copies back
 
     def save(self, x: torch.Tensor) -> View:
-        """Take a tensor in."""
+        """Add a tensor to the group; returns the object to save in its place."""
         address = x.untyped_storage().data_ptr()
         stored = self._by_address.get(address)
         if stored is None:
@@ -129,11 +130,11 @@ class Group:
         return View(self, stored, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
     def keep(self) -> None:
-        """The layer has run, and what it saved stays."""
+        """Called after a layer that is not offloaded: its tensors stay on the device."""
         self._by_address, self._saved = {}, []
 
     def send(self) -> None:
-        """The layer has run: copy what it saved. Storages that are mostly something else stay."""
+        """Start copying what the layer saved; storages of which less than half was saved stay."""
         worth = [s for s in self._by_address.values() if 2 * s.used >= s.size]
         self._by_address = {}
         self._stored = [weakref.ref(stored) for stored in worth]
@@ -164,7 +165,7 @@ class Group:
         self._saved, self._leaving = [], []
 
     def bring_back(self) -> bool:
-        """Begin to copy back what was freed and is still needed; whether there was any."""
+        """Start copying back what was freed and is still needed; returns whether there was any."""
         alive = [s for ref in self._stored if (s := ref()) is not None and s.bytes is None]
         self._stored = []
         if alive:
@@ -178,7 +179,7 @@ class Group:
         return bool(alive)
 
     def arrive(self) -> None:
-        """What was saved is needed from here on."""
+        """Called when the saved tensors are needed: wait until they are on the device."""
         self.entered = True
         self.bring_back()
         self._saved, self._leaving = [], []

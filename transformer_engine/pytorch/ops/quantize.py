@@ -1,4 +1,4 @@
-"""`Quantize`: an operation that casts a tensor, or its gradient, with the recipe of the autocast."""
+"""`Quantize`: an operation that casts a tensor, or its gradient, with the recipe of `autocast`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def clip_factor(
         tp_group: the tensor parallel ranks, which must all call this. They have parts of parameters
             whose attribute `tensor_model_parallel` is true (column-parallel and row-parallel layers
             set it), and copies of the others, which count once. A `Linear` sets the attribute of
-            its weight even without a `parallel_mode`: set it to False if ranks replicate the weight.
+            its weight even without a `parallel_mode`: set it to False if ranks have copies of it.
 
     Returns:
         `(norm, factor)`, fp32 of one value each, shape `[]`: the norm of the gradients as they

@@ -158,7 +158,7 @@ class FusedAdam(torch.optim.Optimizer):
             grad_scaler: a `torch.amp.GradScaler`; `grad_scaler.step(optimizer)` does the same.
                 Gradients are unscaled in the kernel, and an overflow changes nothing. With
                 `capturable` the host does not wait.
-            grad_factor: one value on the device by which gradients are multiplied; see `clip_factor`.
+            grad_factor: one value on the device that multiplies gradients; see `clip_factor`.
 
         Returns:
             What `closure` returns.

@@ -36,7 +36,7 @@ class FusedSGD(torch.optim.SGD):
         params: parameters, or groups of them.
         lr: learning rate.
         momentum: factor of the momentum of earlier steps.
-        dampening: gradients are multiplied by `1 - dampening` before they are added to the momentum.
+        dampening: gradients are multiplied by `1 - dampening` when they are added to the momentum.
         weight_decay: factor of the parameter that is added to the gradient.
         nesterov: use Nesterov's momentum.
         wd_after_momentum: must be False.
@@ -163,7 +163,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def _fused_steps(parameter: torch.Tensor) -> bool:
-    """Whether the fused kernel supports a parameter, and steps it correctly (torch issue 191763)."""
+    """Whether the fused kernel supports a parameter and steps it correctly (torch issue 191763)."""
     if not parameter.is_floating_point():
         return False
     small_on_cpu = parameter.device.type == "cpu" and parameter.itemsize < 4

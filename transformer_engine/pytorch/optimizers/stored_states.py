@@ -118,7 +118,7 @@ class StoredStates:
 
 
 def _encoded(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A value converted to a dtype, and the scale of the tensor; None for dtypes without a scale."""
+    """A value converted to a dtype, and the tensor's scale; None for dtypes without a scale."""
     largest = _LARGEST.get(dtype)
     if largest is None:
         return value.to(dtype), None

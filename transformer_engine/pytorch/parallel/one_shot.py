@@ -1,8 +1,9 @@
 """One-shot collectives, which pass small tensors between the ranks of one host.
 
-Each rank writes its tensor directly into the memory of all others, in one step, and then reads what
-the others have written: see `csrc/ops/one_shot.h`. A call is one operation of `_C`, so it can be
-recorded with the stages around it, and costs the host no more time than any other kernel.
+Each rank writes what the others need directly into their memory, waits until they have done the
+same, and combines what it finds in its own memory: see `csrc/ops/one_shot.h`. This is one operation
+of `_C`, so it can be recorded with the stages around it, and takes the host no more time than any
+other kernel.
 """
 
 from __future__ import annotations

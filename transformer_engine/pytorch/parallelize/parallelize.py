@@ -1,7 +1,7 @@
 """`parallelize`: lets the ranks of a mesh share a model that is built already.
 
-Layers are made anew on the meta device with a tensor parallel group, and then take the place of the
-originals, with this rank's part of the parameters: see `remake`.
+Each layer is constructed again on the meta device, with a tensor parallel group. The original layer
+takes over the attributes of the new one, and keeps its rank's part of the parameters (`remake`).
 """
 
 from __future__ import annotations

@@ -38,38 +38,38 @@ def checkpoint(
 ) -> Any:
     """Run `function` now, keep none of its activations, and run it again in the backward.
 
-    The second run sees the FP8 scope, the FP8 scales and the random numbers of the first, and
-    counts no amax again: gradients are those of a run without checkpointing, bit for bit. Regions
+    The second run uses the FP8 scope, the FP8 scales and the random numbers of the first, and
+    records no amaxes. So gradients equal those of a run without checkpointing, bit for bit. Regions
     may be nested, contain autocast regions, and be called several times before their backwards.
 
     Inside of code that `torch.compile` compiles, the function becomes a part of the graph that the
-    backward of the graph computes again; how it is called (`use_reentrant`) makes no difference.
+    backward of the graph computes again; `use_reentrant` makes no difference there.
 
     Args:
         function: a module or another callable.
-        args: what it takes. In reentrant mode a tensor among them (or among the keyword arguments)
-            must require a gradient, also within lists and dicts.
-        distribute_saved_activations: in reentrant mode, each rank of `tp_group` keeps only its part
+        args: the arguments of `function`. In reentrant mode, a tensor among them (or among the
+            keyword arguments) must require a gradient, also within lists and dicts.
+        distribute_saved_activations: in reentrant mode, each rank of `tp_group` saves only its part
             of the first tensor among the arguments. Not inside of compiled code.
         get_rng_state_tracker: returns the `CudaRNGStatesTracker` that `function` draws from. Not
             inside of compiled code.
-        tp_group: of `distribute_saved_activations`; None is the default group.
-        use_reentrant: run the backward of `function` as a backward of its own within the whole
-            one. It works with `loss.backward()` alone, and keeps nothing but the arguments.
-        preserve_rng_state: the second run draws the random numbers of the first; those of graphs
-            always do.
+        tp_group: process group for `distribute_saved_activations`; None is the default group.
+        use_reentrant: run the backward of `function` as a separate backward within the whole one.
+            This mode supports `loss.backward()` only, and saves nothing but the arguments.
+        preserve_rng_state: the second run draws the random numbers of the first; in compiled code
+            it always does.
         kwargs: further keyword arguments of `function`; `context_fn`, `determinism_check` and
-            `debug` are torch's, for `use_reentrant=False`. In compiled code only the first of them
-            has an effect, and with it layers with delayed scaling are an error in the backward.
+            `debug` are torch's, for `use_reentrant=False`. In compiled code only `context_fn` has
+            an effect; with it, layers with delayed scaling raise an error in the backward.
 
     Returns:
         What `function` returns; tensors within its lists, tuples and dicts have gradients, too.
 
     Raises:
         RuntimeError: `distribute_saved_activations` without `torch.distributed`; in the backward,
-            `function` does something else than before, or the mode cannot do what is asked; in a
+            `function` does something else than before, or the mode does not support the call; in a
             CUDA graph capture with `preserve_rng_state`.
-        TypeError: `function` is no callable; `get_rng_state_tracker` is no function.
+        TypeError: `function` or `get_rng_state_tracker` is not callable.
         NotImplementedError: `distribute_saved_activations` in reentrant mode or
             `get_rng_state_tracker`, inside of compiled code.
 
@@ -112,7 +112,7 @@ def checkpoint(
     )
     run = _Function(function, tracker) if ours or tracker is not None else function
     if not use_reentrant:
-        # Our documented promise: the whole function runs again.
+        # The whole function must run again, as we document; torch would stop early.
         early = torch_checkpoint.set_checkpoint_early_stop(False)
         with early if ours else contextlib.nullcontext():
             return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **random, **kwargs)
@@ -132,10 +132,10 @@ def checkpoint(
 
 
 def _apart(result: Any) -> Any:
-    """A result of the first forward, which has no gradients.
+    """A result of the first forward, which runs without autograd.
 
-    What requires a gradient comes from outside, such as a parameter. The checkpoint gets a view of
-    it: autograd takes the tensors that it returns for results of the checkpoint.
+    A result that requires a gradient comes from outside, such as a parameter. The checkpoint
+    returns a view of it, because autograd makes every returned tensor a result of the checkpoint.
     """
     outside = isinstance(result, torch.Tensor) and result.requires_grad
     return result.view_as(result) if outside and not torch.is_grad_enabled() else result
@@ -158,7 +158,7 @@ def _check_callable(function: object, get_rng_state_tracker: object) -> None:
 
 
 def _check_compiled(distributes: bool, tracked: bool) -> None:
-    """Raise NotImplementedError for what no graph can do."""
+    """Raise NotImplementedError for options that compiled code does not support."""
     if distributes:
         raise NotImplementedError(
             "[checkpoint] expected distribute_saved_activations=False under torch.compile, got "
@@ -172,7 +172,7 @@ def _check_compiled(distributes: bool, tracked: bool) -> None:
 
 
 def _is_positional(args: tuple[Any, ...]) -> bool:
-    """Whether they begin as those of older versions: flag, tracker, group."""
+    """Whether arguments begin as in older versions: flag, tracker function, group."""
     return (
         len(args) > 3
         and isinstance(args[0], bool)
@@ -222,8 +222,8 @@ class _Function:
             with stack.resumed(self.scope), states:
                 try:
                     yield
-                except torch_checkpoint.CheckpointError:  # torch has counted tensors
-                    region.finish()  # layers say more, if they differ
+                except torch_checkpoint.CheckpointError:  # other saved tensors than before
+                    region.finish()  # raises a clearer error if the calls of layers differ
                     raise
                 if graph_task() != -1:
                     region.finish()
@@ -233,7 +233,7 @@ class _Function:
 
 @contextlib.contextmanager
 def _distributed(group: Any) -> Iterator[None]:
-    """Let autograd keep one rank's part of the first tensor that it is given to keep."""
+    """Context in which autograd saves only this rank's part of the first tensor to be saved."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "[checkpoint] expected torch.distributed to be initialised with "

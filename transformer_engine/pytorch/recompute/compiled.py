@@ -1,4 +1,4 @@
-"""Checkpoints in code that is being compiled: parts that its graph computes again."""
+"""Checkpoints in code that torch.compile compiles: parts that the graph's backward recomputes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Policy = torch_checkpoint.CheckpointPolicy
 
 
 def _policy(context: object, operator: object, *args: object, **kwargs: object) -> Any:
-    """Everything is computed again, but for scales, which by then have moved on, and new states."""
+    """Recompute all but scales, which have changed until then, and memory of new scaling states."""
     must_save = (torch.ops.te.scales_of_call.default, torch.ops.te.spread.default)
     return _Policy.MUST_SAVE if operator in must_save else _Policy.PREFER_RECOMPUTE
 
@@ -28,13 +28,13 @@ _contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_conte
 def checkpoint_in_graph(
     function: Callable[[], Any], context_fn: Callable[[], Any] | None = None
 ) -> Any:
-    """What `function` returns, which the backward of the graph computes again.
+    """The result of `function`, which the backward of the graph computes again.
 
-    Both runs draw the same random numbers. What it does to the state of Python happens once. With
-    torch's `context_fn`, layers with delayed scaling are refused.
+    Both runs draw the same random numbers. Side effects on Python's state happen once. With torch's
+    `context_fn`, layers with delayed scaling are refused.
     """
     stack = autocast_stack()
-    # All of an outer one is computed again.
+    # An outer checkpoint recomputes everything inside, so an inner one has nothing to do.
     if stack.in_compiled_checkpoint or is_exporting() or not torch.is_grad_enabled():
         return function()
     stack.in_compiled_checkpoint = True

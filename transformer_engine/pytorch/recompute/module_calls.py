@@ -92,7 +92,7 @@ def record_first_call(module: ScaledModule, where: RecomputeContext, counts: boo
     """Make the record of a first forward, without its plan.
 
     Args:
-        module: that is called.
+        module: the module that is called.
         where: the regions of the call.
         counts: autograd records the call, now or in the recompute.
     """
@@ -113,16 +113,17 @@ def made_in_region(
     casts: Callable[[Scope], bool],
     make: Callable[[bool, Call | None], Made],
 ) -> tuple[Made, Step | None] | None:
-    """What a call makes that may be the first forward or the recompute of a region.
+    """Call `make` for a call that may be the first forward or the recompute of a region.
 
     Args:
-        module: that is called.
+        module: the module that is called.
         recording: autograd records the call.
-        casts: whether a call casts in a scope.
-        make: of whether the call counts, and of its first forward where it is a recompute.
+        casts: tells whether a call in a scope casts to FP8.
+        make: called with whether autograd records the call now or in the recompute, and with the
+            record of the first forward if this is a recompute, else None.
 
     Returns:
-        What `make` has made, and the step that ends with the backward of the call; None in high
+        The result of `make`, and the step that ends with the backward of the call; None in high
         precision.
     """
     stack = autocast_stack()
@@ -187,7 +188,8 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
         plan.recompute_plan = module.chain.prepare(recompute)
     elif call.scales is not None:
         assert recompute.recompute_scales is not None
-        # No operation of torch, which a selective checkpoint would miss in the first forward.
+        # Not by an operation of torch, which a selective checkpoint would not find in the first
+        # forward.
         _C.copy(call.scales, recompute.recompute_scales)
     result = recompute.copy()
     assert call.plan is not None
