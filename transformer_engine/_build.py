@@ -18,7 +18,7 @@ class LeftOut(NamedTuple):
     Attributes:
         part: "CUDA" or "cuDNN attention".
         reason: why, as the build found it.
-        command: what builds it.
+        command: the command that builds it.
     """
 
     part: str
@@ -34,7 +34,7 @@ def left_out() -> list[LeftOut]:
 
 
 def _in_sources(command: str) -> str:
-    """A command that ends in " ." with the folder of the sources, where pip has recorded it."""
+    """A command whose last argument "." is replaced by the folder of the sources, if known."""
     folder = source_folder()
     if folder and command.endswith(" ."):
         option = "-e " if _recorded().get("dir_info", {}).get("editable") else ""

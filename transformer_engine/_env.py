@@ -1,4 +1,4 @@
-"""Environment variables: the only module that reads them, each at the moment it is asked for."""
+"""Environment variables. No other module reads them; each is read anew whenever a caller asks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def block_scaling_fp32_scales() -> bool:
 
 
 def one_shot_collectives() -> bool:
-    """TE_ONE_SHOT_COLLECTIVES, default 1: 0 on all ranks leaves all tensors to torch."""
+    """TE_ONE_SHOT_COLLECTIVES, default 1; with 0 on all ranks small tensors take other ways."""
     return os.environ.get("TE_ONE_SHOT_COLLECTIVES", "1").strip() != "0"
 
 

@@ -51,7 +51,7 @@ def _nccl_version(library: ctypes.CDLL) -> str:
 
 
 def dotted(number: int) -> str:
-    """91002 as 9.10.2.
+    """A version number as text: 91002 becomes `9.10.2`.
 
     >>> dotted(130100)
     '13.1.0'

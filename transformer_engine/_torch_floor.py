@@ -1,7 +1,7 @@
 """Which releases of torch this package works with: the one place that says so.
 
-pyproject.toml and README.md repeat it (tests/test_torch_floor.py compares them), the doctor and
-`transformer_engine.pytorch` ask it, and `tools/torch_matrix.sh` finds out.
+pyproject.toml and README.md repeat these numbers (tests/test_torch_floor.py compares them), the
+doctor and `transformer_engine.pytorch` check them, and `tools/torch_matrix.sh` finds them out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NEWEST_TRIED = (2, 15)
 
 
 def as_text(release: tuple[int, int]) -> str:
-    """Such as `2.11`."""
+    """A release as text, such as `2.11`."""
     return ".".join(map(str, release))
 
 

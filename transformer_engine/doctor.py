@@ -330,7 +330,7 @@ PROBES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 
 
 def examine() -> list[Finding]:
-    """Run all probes. One that fails is a finding itself.
+    """Run all probes. A probe that raises becomes a finding.
 
     >>> any(finding.name == "Python" for finding in examine())
     True

@@ -313,7 +313,7 @@ def keep_address(x: torch.Tensor) -> None:
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they are views of one memory."""
+    """Whether two tensors share a storage."""
     return memory_of(a) == memory_of(b)
 
 
@@ -326,7 +326,7 @@ def is_number(size: Any) -> bool:
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """A number that views of one memory share; without `_cdata`: where that begins."""
+    """A number that tensors share if they share a storage; without `_cdata`: its address."""
     storage = x.untyped_storage()
     return storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
 

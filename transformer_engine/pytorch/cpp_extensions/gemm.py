@@ -64,7 +64,7 @@ def general_gemm(
     grad: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None]:
-    """A product of `A` and `B`, both plain or both `Float8Tensor`.
+    """A product of `A` and `B`, both plain or both quantised tensors.
 
     | layout | out | A | B |
     | --- | --- | --- | --- |
@@ -75,7 +75,7 @@ def general_gemm(
     Args:
         A: the right factor, as the table says.
         B: the left factor.
-        out_dtype: of the result; None is the (nominal) dtype of `B`.
+        out_dtype: dtype of the result; None is the (nominal) dtype of `B`.
         quantization_params: a quantizer for the result, or None.
         gelu: apply GELU (after the bias).
         gelu_in: multiply by GELU's derivative at this pre-activation instead.
@@ -95,7 +95,7 @@ def general_gemm(
     Raises:
         ValueError: an unknown layout, or `accumulate` without `out`.
         TypeError: one factor is FP8 and the other is not; unknown arguments.
-        NotImplementedError: arguments that are not implemented, or only not together.
+        NotImplementedError: arguments, or combinations of them, that are not implemented.
 
     >>> general_gemm(torch.ones(2, 3), torch.ones(4, 3))[0].shape
     torch.Size([4, 2])

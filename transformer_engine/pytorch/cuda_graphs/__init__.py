@@ -1,1 +1,1 @@
-"""What CUDA graphs need of a model: the callables that replay it, and what a capture forbids."""
+"""CUDA graphs of parts of a model: callables that replay them, and checks before a capture."""

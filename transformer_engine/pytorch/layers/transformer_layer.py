@@ -63,7 +63,7 @@ class TransformerLayer(LayerSettings, FlowModule):
         tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
             first forward.
         tp_size: how many ranks that group has.
-        params_dtype: of the parameters; None is torch's default dtype.
+        params_dtype: dtype of the parameters; None is torch's default dtype.
         get_rng_state_tracker: returns the tracker of initialisation and attention dropout.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
             `fuse_qkv_params`.
@@ -87,7 +87,7 @@ class TransformerLayer(LayerSettings, FlowModule):
         activation: activation of the MLP, see `LayerNormMLP`.
         activation_params: settings of `clamped_swiglu`, see `LayerNormMLP`.
         normalization: `LayerNorm` or `RMSNorm`.
-        device: of the parameters; None is cuda where there is one, else cpu.
+        device: device of the parameters; None is cuda where there is one, else cpu.
         attn_input_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
             `[batch, sequence, hidden_size]` or `[tokens, hidden_size]`.
         bottom_right_diagonal: see `DotProductAttention`.

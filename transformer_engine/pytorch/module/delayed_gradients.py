@@ -76,7 +76,7 @@ class DelaysGradients:
         return any([p is not None and p.requires_grad for p in found])
 
     def _add(self, whole: torch.Tensor, names: Sequence[str]) -> None:
-        """Split the gradient of a whole weight or bias, and add its parts to the parameters'."""
+        """Split the gradient of a whole weight or bias, and add each part to its parameter's."""
         parameters = [self._own(name) for name in names]
         parts = whole.split([p.shape[0] for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):

@@ -333,14 +333,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         Args:
             inp: `(..., in_features)`; its leading sizes count as rows.
             m_splits: how many rows each part gets, in order; it may be zero.
-            is_first_microbatch: as of `Linear`.
+            is_first_microbatch: see `Linear.forward`.
 
         Returns:
             `(..., out_features)`, and with `return_bias` the list of biases.
 
         Raises:
             ValueError: `m_splits` has not one number for each part, or they do not add up.
-            TypeError: an FP8 tensor as input; numbers of rows that are no ints.
+            TypeError: an FP8 tensor as input; numbers of rows that are not ints.
         """
         check_plain("GroupedLinear", self.name, inp=inp)
         check_features(self, inp, self.in_features)

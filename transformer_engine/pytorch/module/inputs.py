@@ -74,7 +74,7 @@ def check_rise(
 
 
 def shortened(values: list[int]) -> list[Any]:
-    """At most nine of them, for a message."""
+    """The values for a message, with "..." in the middle if there are more than nine."""
     return values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]
 
 
@@ -110,7 +110,7 @@ def check_hidden(
 
 
 def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
-    """Raise unless the input is a dense tensor whose last size is this."""
+    """Raise unless the input is a dense tensor whose last size is `features`."""
     if type(x) is not _Tensor or x.layout is not _strided:
         _check_input(module, "inp", x)
     shape = x.shape

@@ -14,10 +14,10 @@ class LayerNorm(NormModule):
         hidden_size: size of the last axis.
         eps: added to the variance.
         sequence_parallel: set as an attribute of the parameters, which data-parallel trainers read.
-        params_dtype: of the parameters; None is torch's default dtype.
+        params_dtype: dtype of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        device: of the parameters; None is cuda where there is one, else cpu.
+        device: device of the parameters; None is cuda where there is one, else cpu.
         normalized_shape: another name of `hidden_size`.
         name: for messages and the debugger.
         others: `sm_margin` has no effect; `bias` and `elementwise_affine` of torch's norms may be

@@ -1,6 +1,7 @@
 """`LayerNormLinear`: a norm and a Linear in one chain.
 
-In FP8 the kernel of the norm writes the FP8 input of the GEMM, which saves a pass over memory.
+Under delayed scaling the kernel of the norm writes the FP8 input of the GEMM. Under current scaling
+it finds the scale with which its output is then cast. Both save a pass over memory.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
             on it is added inside the norm's backward. Not with `return_layernorm_output`.
         parameters_split: see `Linear`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        device: device of the parameters; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
         sequence_parallel: outside the parallel region each rank has its part of the tokens, along
             the first axis; they are gathered before the column-parallel GEMM.
         tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
@@ -66,10 +68,10 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
             possible, because the norm needs all features of a token.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; not with a weight
             that `parameters_split` splits.
-        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+        delay_wgrad_compute: the backward computes only the gradient of the input; `backward_dw`
             computes those of weights and biases, and must be called once for each backward.
         return_bias: return the bias instead of adding it.
-        params_dtype: of the parameters; None is torch's default dtype.
+        params_dtype: dtype of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
         name: for messages, reports and the debugger.
         others: arguments that tune overlap of communication; no effect on one rank.

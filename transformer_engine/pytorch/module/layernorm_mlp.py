@@ -1,6 +1,7 @@
 """`LayerNormMLP`: norm, FC1, activation and FC2 in one chain.
 
-In FP8 the kernels of the norm and of the activation write the FP8 inputs of the GEMMs.
+Under delayed scaling the kernels of the norm and of the activation write the FP8 inputs of the
+GEMMs. Under current scaling they find the scales with which their outputs are then cast.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         return_input: also return the input, for a residual connection: the gradient that comes back
             on it is added inside the norm's backward. Not with `return_layernorm_output`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        device: device of the parameters; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
         set_parallel_mode: the ranks of `tp_group` share the layer: FC1 is column parallel, FC2 row
             parallel. Without this flag every rank has the whole layer.
         sequence_parallel: outside the parallel region each rank has its part of the tokens, along
@@ -79,10 +81,10 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
             first forward.
         tp_size: how many ranks that group has.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
-        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+        delay_wgrad_compute: the backward computes only the gradient of the input; `backward_dw`
             computes those of weights and biases, and must be called once for each backward.
         return_bias: return FC2's bias instead of adding it.
-        params_dtype: of the parameters; None is torch's default dtype.
+        params_dtype: dtype of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
         seq_length: accepted for older scripts (nothing is compiled just in time).
         micro_batch_size: likewise.

@@ -83,7 +83,8 @@ class Linear(SingleGemmModule):
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         parameters_split: names (equal parts) or name-to-size mapping that splits weight and bias
             along dim 0 into parameters `<name>_weight`, `<name>_bias`.
-        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        device: device of the parameters; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
         sequence_parallel: outside the parallel region each rank has its part of the tokens, along
             the first axis; they are gathered before a column-parallel GEMM, and the sums of a
             row-parallel GEMM are scattered.
@@ -94,10 +95,10 @@ class Linear(SingleGemmModule):
             inputs, and outputs are summed over the ranks; None: the ranks do not share the layer.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; not with a weight
             that `parameters_split` splits.
-        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+        delay_wgrad_compute: the backward computes only the gradient of the input; `backward_dw`
             computes those of weights and biases, and must be called once for each backward.
         return_bias: return `(y without bias, bias)`.
-        params_dtype: of the parameters; None is torch's default dtype.
+        params_dtype: dtype of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
         save_original_input: save the input itself for the backward, which casts it again, instead
             of its FP8 copy. This takes less memory where another module saves the input anyway.

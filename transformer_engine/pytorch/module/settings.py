@@ -29,7 +29,7 @@ class HasSettings:
         raise NotImplementedError
 
     def fixed_settings(self) -> tuple[str, ...]:
-        """Names of attributes that the constructor alone sets."""
+        """Names of attributes that only the constructor may set."""
         return ()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -28,7 +28,7 @@ def get_cpu_offload_context(
         model_layers: how many layers the model has.
         offload_activations: offload activations.
         offload_weights: offload weights too.
-        double_buffering: accepted; see the other function.
+        double_buffering: accepted; copies always overlap with the computation.
         offload_stream: CUDA stream of the copies to the host.
     """
     if not enabled:

@@ -51,7 +51,7 @@ class AddExtraInput(FusibleOperation):
 
     Args:
         in_place: write the sum into the memory of `extra`, which then has the values of the result.
-            Nothing that autograd has kept may need its old values.
+            This is an error in the backward if autograd has saved `extra` and needs the old values.
 
     >>> AddExtraInput()(torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]))
     tensor([11., 22.])

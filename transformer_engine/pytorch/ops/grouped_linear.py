@@ -23,8 +23,9 @@ class GroupedLinear(grouped_linear.GroupedLinear, FusibleOperation):
         in_features: size of each input sample.
         out_features: size of each output sample.
         bias: learn additive biases.
-        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
-        dtype: of the parameters; None is torch's default dtype.
+        device: device of the parameters; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
+        dtype: dtype of the parameters; None is torch's default dtype.
         rng_state_tracker_function: returns the tracker under which weights are initialised.
         accumulate_into_main_grad: add the gradients of weights to their `main_grad`.
         delay_wgrad_compute: see `transformer_engine.pytorch.Linear`.

@@ -31,8 +31,9 @@ class BasicLinear(linear.Linear, FusibleOperation):
     Args:
         in_features: size of each input sample.
         out_features: size of each output sample.
-        device: of the weight; None is cuda where there is one, else cpu; `"meta"` defers.
-        dtype: of the weight; None is torch's default dtype.
+        device: device of the weight; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
+        dtype: dtype of the weight; None is torch's default dtype.
         tensor_parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some
             of the inputs, and outputs are summed over the ranks; None: the ranks do not share it.
         tensor_parallel_group: process group of these ranks; `in_features` and `out_features` are
@@ -90,8 +91,9 @@ class Linear(linear.Linear, FusibleOperation):
         in_features: size of each input sample.
         out_features: size of each output sample.
         bias: learn an additive bias; else `bias` is None.
-        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
-        dtype: of the parameters; None is torch's default dtype.
+        device: device of the parameters; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
+        dtype: dtype of the parameters; None is torch's default dtype.
         tensor_parallel_mode: see `BasicLinear`.
         tensor_parallel_group: see `BasicLinear`.
         sequence_parallel: see `BasicLinear`.
@@ -146,8 +148,9 @@ class Bias(FusibleOperation):
 
     Args:
         size: size of the last axis.
-        device: of the bias; None is cuda where there is one, else cpu; `"meta"` defers.
-        dtype: of the bias; None is torch's default dtype.
+        device: device of the bias; None is cuda where there is one, else cpu; `"meta"` defers
+            initialisation to `reset_parameters`.
+        dtype: dtype of the bias; None is torch's default dtype.
         tensor_parallel: each rank has its part of the bias, and of the last axis of inputs.
         tensor_parallel_group: process group of these ranks; `size` is the size of all parts.
 

@@ -33,7 +33,7 @@ class Sequential(nn.Sequential):
     """Runs operations, or any modules, one after another; otherwise like `torch.nn.Sequential`.
 
     Operations are not fused: each runs separate kernels. For the usual sequences, `LayerNormMLP`
-    and `LayerNormLinear` are fused: there the kernels of norms and activations write FP8.
+    and `LayerNormLinear` are faster: their norms and activations prepare the casts to FP8.
 
     Args:
         modules: operations or other modules, or one dict of them by name.

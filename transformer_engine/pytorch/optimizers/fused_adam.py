@@ -47,8 +47,8 @@ _MOST_VALUES = 2**26  # how many values of narrow states are converted to fp32 a
 class FusedAdam(torch.optim.Optimizer):
     """Adam with states in fp32, by torch's fused kernels, or with `capturable` by one of ours.
 
-    Steps of 16-bit and FP8 parameters are computed in fp32 and rounded at the end, or on fp32
-    master weights. `group["step"]` counts the steps.
+    Steps of 16-bit and FP8 parameters are computed in fp32, and results are rounded. With master
+    weights the fp32 results are kept, too. `group["step"]` counts the steps.
 
     Args:
         params: parameters, or groups of them.

@@ -35,12 +35,12 @@ def agree(
 
     Args:
         op: the module or function that calls this, for messages.
-        groups: of ranks that must agree. With two groups, such as the rows and columns of a mesh,
-            the second compares what the first has found.
+        groups: process groups whose ranks must agree. With two groups, such as the rows and columns
+            of a mesh, the second compares what the first has found.
         doing: what the ranks are about to do, in words: "a call of layer fc1".
         facts: what must be equal on all ranks, by name.
         error: message of this rank; None if it has no error.
-        layer: its name, for messages.
+        layer: name of the layer, for messages.
 
     Raises:
         ValueError: a rank has an error.
@@ -73,7 +73,7 @@ def agree_once(
 
     Args:
         op: the function that calls this.
-        groups: of ranks that must agree, see `agree`.
+        groups: process groups whose ranks must agree, see `agree`.
         facts: what must be equal on all ranks, by name.
         values: returns further facts that may differ from call to call; they are compared only
             before the first call with these `facts`.

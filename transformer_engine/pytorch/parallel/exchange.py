@@ -171,10 +171,10 @@ def send_to_next(
 
 
 class SummandExchange:
-    """Sums of one tensor per rank, to which every rank adds a summand; sent rank by rank.
+    """Sums, one for each rank, of summands that all ranks send to that rank.
 
-    It is a reduce-scatter whose summands become known one after the other, as in the backward of
-    ring attention. Summands are added in fp32 and rounded once, to their own dtype.
+    This is a reduce-scatter whose summands become known one after the other, as in the backward of
+    ring attention. Summands are added in fp32, and the sum is rounded once, to their dtype.
 
     Args:
         group: process group; all its ranks make the same calls in the same order.

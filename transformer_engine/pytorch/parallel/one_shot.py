@@ -25,7 +25,7 @@ _ROOM = {"cuda": 16 * 1024 * 1024, "cpu": 1024 * 1024}
 _SLOTS = 2
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
-# By group; None if its ranks cannot map each other's memory. An entry ends with its group.
+# By group; None if the ranks cannot map each other's memory. An entry is dropped with its group.
 _known: WeakKeyDictionary[Any, OneShot | None] = WeakKeyDictionary()
 
 

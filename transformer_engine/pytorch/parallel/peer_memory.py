@@ -218,7 +218,7 @@ class Transfer:
         self.send(_ALL_OTHERS, x)
 
     def spread(self, x: torch.Tensor) -> None:
-        """Send a part of a tensor across the slot to the same place at all others. See `send`."""
+        """Send this rank's part of a tensor of `across` to the same place at all others."""
         _C.peer_spread(x, *self.memory.tensors, self.slot)
         self._last = x
 

@@ -251,7 +251,7 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
 
     @classmethod
     def of(cls, quantizer: DelayedQuantizer) -> Float8Quantizer:
-        """The same cast as that of a quantizer of modules."""
+        """The public quantizer with the same cast as a quantizer of modules."""
         return cls(quantizer.scale, quantizer.amax, quantizer.format)  # type: ignore[arg-type]
 
 
@@ -288,7 +288,7 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
 
     @classmethod
     def of(cls, quantizer: CurrentQuantizer) -> Float8CurrentScalingQuantizer:
-        """The same cast as that of a quantizer of modules."""
+        """The public quantizer with the same cast as a quantizer of modules."""
         return cls(
             quantizer.format,
             force_pow_2_scales=quantizer.power_of_2,

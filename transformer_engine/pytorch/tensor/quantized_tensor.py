@@ -1,8 +1,8 @@
 """`QuantizedTensor`: a tensor whose data is quantised, under a nominal high-precision dtype.
 
-Any operation works: by default it runs on dequantised values and gives plain tensors; what it
-writes in place is quantised again. What can be done on the codes alone (detach, clone, view,
-moving between devices, copying) is in `handlers`.
+Any operation works: by default it runs on dequantised values and returns plain tensors; values that
+it writes in place are quantised again. Operations that need only the codes (detach, clone, view,
+moving between devices, copying) are in `handlers`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class QuantizedTensor(WithoutStorage):
     _fp8_dtype: DType
     _format: int  # FP8 type and scale layout as `_C` takes them: see `ScaleLayout.code`
     _quantizer: Quantizer | None
-    _whole: torch.Tensor | None = None  # of a view: the codes of what it is a view of
+    _whole: torch.Tensor | None = None  # in a view: all codes of the tensor that it is a view of
     _room: Any = (0, lambda: None)  # while `fully_shard` cuts the tensor: see `shards.room_for`
 
     def __init_subclass__(cls, **more: Any) -> None:

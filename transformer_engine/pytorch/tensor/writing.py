@@ -52,7 +52,7 @@ class ShardRanks:
         room: int | None = None,
     ) -> None:
         self.initial, self.layer, self.groups, self.room = initial, layer, groups, room
-        self.rows = 0  # of the piece that is kept, once it is cut
+        self.rows = 0  # how many rows of that memory are the piece; 0 before it is cut
 
     def reduce(self, amaxes: torch.Tensor, label: str) -> torch.Tensor:
         """Reduce amaxes of pieces to those of whole weights, in place.
@@ -308,7 +308,7 @@ def overwrite(
                 continue
             if other is not own:
                 targets.append(own)
-                fits = other.shape == own.shape  # tensors that users made may have 1/scale alone
+                fits = other.shape == own.shape  # tensors that users made may have 1/scale only
                 sources.append(other if fits else scale_pair(other)[: own.numel()].view_as(own))
             if not own.is_inference():
                 written.append(own)
