@@ -68,8 +68,8 @@ def activation_recompute_forward(
     In the second forward, layers use the scope and the scales of the first, and record no amaxes.
     If the second forward runs in the backward of the autograd function that ran the first, layers
     find this out without the context. If a hook on a tensor starts it, both forwards must run
-    inside this context. Of several checkpoints of the same layer, a backward must recompute the
-    newest first.
+    inside this context. Of several checkpoints of the same layer, the newest is assumed to be
+    recomputed first, which is the order of autograd.
 
     Args:
         activation_recompute: the forward belongs to a checkpoint, which runs it twice.
