@@ -1,4 +1,7 @@
-"""Looks inside transformer layers while they run: `nvdlfw_inspect.api` is the way in."""
+"""The precision debugger: features look at tensors of layers while a model is trained.
+
+Programs call the functions of `nvdlfw_inspect.api`.
+"""
 
 from importlib import import_module
 from typing import Any

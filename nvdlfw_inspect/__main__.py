@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.run(parsed)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; say nothing when the interpreter flushes
+    except BrokenPipeError:  # `| head` closed the pipe; the flush at exit must not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (LogError, MissingExtraError, OSError) as error:

@@ -26,7 +26,8 @@ def log_overwrite() -> bool | None:
 def log_stamp() -> str:
     """The stamp in the names of log files, "" without NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP=1.
 
-    NVDLFW_INSPECT_LOG_TIMESTAMP presets it; else the first use notes the time there.
+    NVDLFW_INSPECT_LOG_TIMESTAMP holds the stamp. If it is not set, the first call sets it to the
+    current time, so that later sessions and child processes get the same stamp.
     """
     if os.environ.get("NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP", "").strip() in ("", "0"):
         return ""
@@ -34,6 +35,6 @@ def log_stamp() -> str:
 
 
 def launched_rank() -> int:
-    """RANK, which launchers such as torchrun set; 0 without one."""
+    """RANK, which launchers such as torchrun set; 0 if it is not set."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdigit() else 0

@@ -1,4 +1,8 @@
-"""The debugger's functions.
+"""The public functions of the precision debugger.
+
+A program calls `initialize` once, `step` after each backward pass, and `end_debug` at the end. In
+between, the features that the configuration selects look at tensors of layers, or replace them. A
+process has at most one session, which is `DEBUG_MANAGER`.
 
 Example:
     >>> import tempfile
@@ -41,14 +45,14 @@ _steering = threading.RLock()  # one thread at a time begins, steps or ends a se
 
 
 def _forked() -> None:
-    """Called in forked children: that thread may be one that they do not have."""
+    """Called in forked children: the thread that holds the lock may not exist there."""
     global _steering  # noqa: PLW0603 - whoever forks while it holds the lock releases the old one
     _steering = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forked)
 
-_PATIENCE = 10.0  # seconds to wait for that thread at exit
+_PATIENCE = 10.0  # seconds to wait at exit for a thread that holds the lock
 _OPTIONS = {"tb_writer", "default_logging_enabled", "log_timestamps"}
 _Path = str | os.PathLike[str]
 
@@ -64,17 +68,18 @@ def initialize(
     """Start a debug session. Call it on every rank, before or after building the model.
 
     Args:
-        config_file: A YAML file that selects layers and features, or its content as a dict. None
-            and "": no features.
+        config_file: A YAML file that selects layers and features, or its content as a dict. With
+            None or "", no feature runs.
         feature_dirs: Directories with feature classes of your own; all their *.py files are run.
             Built-in features need no directory.
         statistics_logger: Receives all statistics.
         log_dir: Where the log files go.
         init_training_step: The first iteration.
         kwargs: `tb_writer`: a TensorBoard `SummaryWriter` that receives all statistics;
-            `default_logging_enabled`: write statistics to files, too, with a `tb_writer` or a
-            `statistics_logger` (without either they always are; the debug log is in any case);
-            `log_timestamps`: begin the lines of the text logs with the time, True by default.
+            `default_logging_enabled`: write statistics to files even if there is a `tb_writer` or
+            a `statistics_logger`, False by default (without either of them, statistics always go to
+            files; the debug log is always written); `log_timestamps`: begin the lines of the text
+            logs with the time, True by default.
 
     Raises:
         ValueError: A session is running already (in a notebook it is replaced), the configuration
@@ -83,15 +88,17 @@ def initialize(
             a warning.
         RuntimeError: A feature cannot be created.
 
-    A call that raises starts no session and changes nothing. In a notebook, the running session
-    goes on after a wrong argument, or a mistake in a configuration without `feature_dirs`; after
-    other errors it has ended.
+    A call that raises starts no session and changes nothing. In a notebook, where a new session
+    replaces the running one, the running session continues after a wrong argument and, if there are
+    no `feature_dirs`, after a mistake in the configuration; after other errors it has ended.
 
-    Environment variables: NVDLFW_INSPECT_LOG_LEVEL (INFO),
-    NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE (0 appends to the log files of an earlier session, 1
-    truncates them; by default text starts anew and JSON lines are appended),
-    NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP (1 puts the time into the names of the text logs, or what
-    NVDLFW_INSPECT_LOG_TIMESTAMP says).
+    Environment variables:
+
+    - NVDLFW_INSPECT_LOG_LEVEL: messages below this level are not written (default INFO).
+    - NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE: 0 appends to the log files of an earlier session, 1
+      truncates them. By default, text logs start anew and JSON lines are appended.
+    - NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP: 1 adds a stamp to the names of the text logs, which is
+      NVDLFW_INSPECT_LOG_TIMESTAMP or, if that is not set, the time.
     """
     unknown = sorted(set(kwargs) - _OPTIONS)
     known = [*list(inspect.signature(initialize).parameters)[:-1], *sorted(_OPTIONS)]
@@ -235,7 +242,7 @@ def explain_features(features: str | list[str] | None = None) -> None:
             names, or "all".
 
     Raises:
-        TypeError: Something else.
+        TypeError: `features` is something else.
     """
     known = _features()
     if features is None:
@@ -262,7 +269,7 @@ def explain_features(features: str | list[str] | None = None) -> None:
 
 
 def _features() -> dict[str, type]:
-    """The classes of features by their full names, without those for tests."""
+    """The feature classes by full name, without classes for tests, which begin with `_`."""
     import_built_in()
     classes = Registry.classes()
     return {name: cls for name, cls in classes.items() if not cls.__name__.startswith("_")}
@@ -295,7 +302,7 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
 
     Raises:
         ValueError: No session is running, or this rank is not in the group.
-        TypeError: `group` is no group.
+        TypeError: `group` is not a process group.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,9 @@
-"""For authors of features: the description of a configuration, and base classes."""
+"""What feature classes use: the description of their configuration, and base classes.
+
+The engine in C++ checks a configuration against the `FeatureConfig` of each feature when it loads
+the file. So a mistake is reported with its line before training begins, and the methods of a
+feature get values that are valid.
+"""
 
 # ruff: noqa: B027 - what follows may be overridden
 
@@ -18,8 +23,8 @@ class Key:
     Attributes:
         kind: "bool", "int", "number", "string" or "any".
         required: Whether a configuration without it is an error.
-        at_least: The smallest "int"; None: any.
-        at_most: The largest "int"; None: any.
+        at_least: The smallest valid "int"; None: no limit.
+        at_most: The largest valid "int"; None: no limit.
     """
 
     kind: str
@@ -49,18 +54,21 @@ class Choice:
 class FeatureConfig:
     """Describes the configuration of a feature class, as its class attribute `CONFIG`.
 
-    The engine checks configurations against it when it loads them, and passes the feature the
-    entries of one tensor and gemm. A class without `CONFIG` takes any keys.
+    The engine checks the configuration of the feature against this description, and passes to the
+    methods of the feature the entries for one tensor and gemm. A class without `CONFIG` takes any
+    keys.
 
     Attributes:
         keys: The kind of each key: "bool", "int", "number", "string", "any", a `Key` or a `Choice`.
             None: any keys.
         statistics: Regular expressions for the entries of `stats`; empty: there is no `stats`.
-        statistic_keys: By name, the keys of statistics that may be written as a mapping,
-            `{name: {key: value}}`.
-        tensors: Tensors that it can act on; empty: it takes no tensors.
-        gemms: Whether it takes `gemms` and `gemms_struct`.
-        scheduled: Whether it takes `freq`, `start_step`, `end_step` and `start_end_list`.
+        statistic_keys: For each statistic that may be written as a mapping,
+            `{name: {key: value}}`: the kinds of its keys.
+        tensors: Names of the tensors that the feature can act on; empty: its configuration names
+            no tensors.
+        gemms: Whether the configuration has `gemms` or `gemms_struct`.
+        scheduled: Whether the configuration may have `freq`, `start_step`, `end_step` and
+            `start_end_list`.
         aliases: Other names of the feature.
         conflicts: Features that must not act on the same tensor and gemm.
         any_case: Whether `stats` may name statistics in upper case, too.
@@ -109,16 +117,16 @@ def _key_rule(key: str | Key | Choice) -> tuple[Any, ...]:
 
 
 def parsed_by_engine(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a `parse_config_and_api` that the engine need not call, since it does the same.
+    """Mark a `parse_config_and_api` that the engine need not call, because it does the same itself.
 
-    Classes that override the method without the mark parse their own configuration.
+    If a class overrides the method without this mark, the engine calls the method.
     """
     method.parsed_by_engine = True  # type: ignore[attr-defined]
     return method
 
 
 def choose_entry(config: Mapping[str, Any], what: str, name: Any) -> dict[str, Any] | None:
-    """Return the configuration of one tensor or gemm; None if it does not name that one.
+    """Return the configuration of one tensor or gemm; None if `config` does not name it.
 
     Args:
         config: Has a list `{what}s`, or a list `{what}s_struct` of dicts, whose keys override the
@@ -172,7 +180,7 @@ class BaseConfigAPIMapper(ABC):
 
 
 class BaseNamespaceAPI(ABC):
-    """Base of classes that route the calls of a namespace of the user's own.
+    """Base of classes that route the calls of a namespace which a program defines itself.
 
     Register one with `Registry.register_namespace_api`. The engine routes the calls of built-in
     namespaces.

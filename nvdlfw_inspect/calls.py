@@ -14,7 +14,7 @@ from nvdlfw_inspect.utils import warn_user
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import Schedule
 
-# Documented arguments that some calls do not have: a feature that takes one then gets None.
+# Documented arguments that some calls lack: a method that requires such an argument then gets None.
 _OPTIONAL = {
     "tensor_name",
     "gemm",
@@ -37,11 +37,11 @@ class Routed:
     """One feature of one section that acts on a tensor and gemm.
 
     Attributes:
-        feature: The instance.
-        name: Its canonical name.
-        section: The section of the configuration.
-        config: Its configuration for the tensor and gemm, as plain values.
-        schedule: When it is due, if its class declares a schedule.
+        feature: The instance of the feature class.
+        name: Canonical name of the feature, even if the configuration uses an alias.
+        section: Name of the section of the configuration.
+        config: Configuration of the feature for the tensor and gemm, as plain values.
+        schedule: When the feature is due; None if its class declares no schedule.
     """
 
     feature: Any
@@ -134,9 +134,9 @@ class Calls:
         """Call a method of a feature with those of the arguments that it takes.
 
         Raises:
-            NotImplementedError, ValueError, TypeError, RuntimeError: The feature raised it, or
-                another error, which becomes a RuntimeError. The text names feature, layer, tensor,
-                gemm and iteration.
+            NotImplementedError, ValueError, TypeError, RuntimeError: The feature raised an error of
+                this class. Other errors become a RuntimeError. The text names feature, layer,
+                tensor, gemm and iteration.
         """
         method = getattr(routed.feature, api)
         key = (type(routed.feature), api)
@@ -164,7 +164,7 @@ class Calls:
 
 
 def _decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
-    """Return the parts of an answer; raise any error if it has none."""
+    """Split the answer of a routing call; raise an error of any class if it is malformed."""
     if not isinstance(answer, tuple):
         if answer is None or isinstance(answer, (str, bytes, list)):
             raise TypeError("no bool")
@@ -182,7 +182,7 @@ def describe(
     gemm: str | None = None,
     iteration: int | None = None,
 ) -> str:
-    """Say which call of which feature is meant."""
+    """Return a text that names the feature, and the layer, tensor, gemm and iteration of a call."""
     parts = {"layer": layer, "tensor": tensor, "gemm": gemm, "iteration": iteration}
     named = [f"{name} {value}" for name, value in parts.items() if value is not None]
     return ", ".join([f"feature {routed.name}", *named])

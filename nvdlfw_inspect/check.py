@@ -29,9 +29,9 @@ EXAMPLES = """examples:
 The factory takes no arguments and returns a torch.nn.Module. Where it names all layers by `name=`,
 they keep their names, else they get those of infer_and_assign_layer_names.
 Exit code: 0 valid, 1 mistakes, 2 nothing to check or features missing."""
-UNNAMED = re.compile(r"Layer_\d+(\.|$)")  # what layers are called that were given no name
+UNNAMED = re.compile(r"Layer_\d+(\.|$)")  # default names of layers that were given no name
 NO_END = 2**63 - 1
-Target = tuple[str, str, _engine.Schedule]  # gemm, tensor; empty: of no one in particular
+Target = tuple[str, str, _engine.Schedule]  # gemm and tensor, "" if the feature names none
 Plan = tuple[str, str, list[str], list[Target]]  # section, feature, layers, where it acts
 
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     errors, unmatched = (config.errors, []) if config.errors else _try(config, layers or [])
     warnings = [*missing, *broken, *config.warnings, *unmatched]
-    unsure = bool(missing and errors)  # they may be about what is missing
+    unsure = bool(missing and errors)  # the errors may be due to the missing features
     for kind, problems in (("warning", warnings), ("unsure" if unsure else "error", errors)):
         for problem in problems:
             print(f"{kind}: {pointed(problem, text)}", file=sys.stderr)
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _load(
     text: bytes, origin: str, directories: list[str]
 ) -> tuple[_engine.LoadedConfig, list[str], list[str]]:
-    """The configuration, and what is said of built-in and of own features that are not loaded."""
+    """The configuration, and messages about built-in features and files that cannot be loaded."""
     loader = FeatureLoader(directories)
     callouts = _engine.Callouts(Calls(loader.load))
     with loader.loading():
@@ -90,7 +90,7 @@ def _load(
 
 
 class _Heard(Calls):
-    """Calls of a session that nobody trains in: what it warns of is kept."""
+    """Calls of a session that is only tried out: its warnings are stored instead of issued."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: None)
@@ -101,11 +101,13 @@ class _Heard(Calls):
 
 
 def _try(config: _engine.LoadedConfig, layers: list[str]) -> tuple[list[str], list[str]]:
-    """Begin a session, without logs, and ask it as the layers would; none may be running.
+    """Begin a session without logs, and route the calls of all layers, to find conflicts.
+
+    No other session may be running.
 
     Returns:
-        Where sections that exclude each other meet on a layer, of like clashes only the first; and
-        what is said of sections that select no layer.
+        Messages about sections that conflict on a layer (of equal conflicts on several layers, the
+        first one only), and warnings about sections that select no layer.
     """
     calls = _Heard()
     no_logs = _engine.LogOptions(

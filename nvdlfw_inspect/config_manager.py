@@ -42,7 +42,7 @@ class ConfigManager:
     def get_config_for_layer(layer_name: str) -> dict[str, dict[str, Any]]:
         """Return {namespace: {feature: configuration}} of the sections that select the layer.
 
-        A feature of several sections has the configuration of the first one.
+        If several sections configure the same feature for the layer, the first section counts.
         """
         from nvdlfw_inspect import api  # noqa: PLC0415 - it needs this module
 

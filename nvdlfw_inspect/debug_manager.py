@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Told when sessions begin, step and end. `moved` is optional."""
+    """An object that is told when sessions begin, step and end. It need not define `moved`."""
 
     def initialized(self, manager: DebugManager) -> None:
         """A session has begun; `api.DEBUG_MANAGER` is the manager."""
@@ -59,11 +59,11 @@ class DebugManager:
         drain: Callables that wait for pending statistics and log them. They run before the logs
             are closed or shown.
         log_dir: The directory for everything that a session writes.
-        statistics_files: Whether statistics go to files there.
-        config_names: The sections of the configuration.
-        config_hash: Hash of its content, which ranks compare.
+        statistics_files: Whether statistics are written to files in `log_dir`.
+        config_names: Names of the sections of the configuration.
+        config_hash: Hash of the configuration. Ranks compare it before they reduce statistics.
         layer_names: Names given to layers, whether or not the layers have run.
-        silence: Why nothing was logged.
+        silence: Collects the reasons for which nothing was logged.
     """
 
     running: ClassVar[DebugManager | None] = None
@@ -91,12 +91,12 @@ class DebugManager:
 
     @property
     def epoch(self) -> int:
-        """Unique in the process; grows with every session."""
+        """The number of the session: unique in the process, and larger for each later session."""
         return self._session.epoch
 
     @property
     def has_features(self) -> bool:
-        """Whether the configuration enables any, for whichever layers."""
+        """Whether the configuration enables a feature for any layer."""
         return bool(self._config.plans([]))
 
     @property
@@ -125,7 +125,7 @@ class DebugManager:
         """Return the features that act on a tensor and gemm, in the order of the configuration.
 
         Raises:
-            ValueError: Two sections give it the same feature, or features that exclude each other.
+            ValueError: Two sections select the same feature, or features that exclude each other.
         """
         return self._session.route(namespace, api_name, layer_name, tensor_name, gemm)
 
@@ -153,7 +153,7 @@ class DebugManager:
     ) -> tuple[Routed, ...]:
         """Return the features whose routing call for a method returned True for the iteration.
 
-        `target` is the tensor and the gemm.
+        `target` is the name of the tensor and the gemm.
         """
         return self._session.active(iteration, namespace, api_name, layer, *target)
 
@@ -168,15 +168,15 @@ class DebugManager:
     ) -> Any:
         """Call a method of the features whose routing call returned True for this iteration.
 
-        Each feature gets those of `kwargs` that its method takes; those that `skip` accepts are not
-        called.
+        Each feature gets the arguments in `kwargs` that its method takes. Features for which `skip`
+        returns True are not called.
 
         Returns:
-            The result of the last feature; None without one.
+            The result of the last feature that was called; None if there was none.
 
         Raises:
             NotImplementedError: `modify_tensor` was called, and no feature modifies the tensor.
-            RuntimeError: Several features modify it.
+            RuntimeError: Several features modify the tensor.
         """
         iteration = kwargs.get("iteration")
         now = self.iteration if iteration is None else iteration
@@ -241,7 +241,7 @@ class DebugManager:
         """End an iteration: count, tell the listeners, write the logs."""
         self.silence.over(self.iteration)
         self._session.advance()
-        with ExitStack() as rest:  # each of these runs even if another one raises
+        with ExitStack() as rest:  # runs in reverse order; each runs even if another raises
             rest.callback(self._session.settle)
             for api in Registry.namespace_apis():
                 rest.callback(api.step)

@@ -1,4 +1,4 @@
-"""The one debug engine of the process: which features there are."""
+"""The debug engine of the process, in C++: it knows all features, and begins sessions."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import re
 
 PLACE = re.compile(r"^(?P<origin>[^\n]*?):(?P<line>\d+):(?P<column>\d+): ")
 MARGIN = "    "
-WIDTH = 120  # of what is shown of the line
-BEFORE = 80  # of that before the caret, in a line that is longer
+WIDTH = 120  # most characters of the line that are shown
+BEFORE = 80  # characters shown before the caret, if it lies beyond WIDTH
 
 
 def pointed(problem: str, source: object) -> str:

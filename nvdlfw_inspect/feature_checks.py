@@ -6,11 +6,19 @@ import difflib
 from collections.abc import Collection
 
 _OURS = ("nvdlfw_inspect", "transformer_engine")
-_NEAR = 0.85  # of difflib: one or two letters of a call's name
+_NEAR = 0.85  # cutoff of difflib: names that differ in one or two letters
 
 
 def slips_of(cls: type, calls: Collection[str]) -> list[str]:
-    """Return messages about methods of a class that are not among the `calls` of layers."""
+    """Return messages about probable mistakes in the methods of a feature class.
+
+    These are a method without `@api_method` that has the name of a call, an `@api_method` whose
+    name is only similar to that of a call, and a method whose `*_enabled` method is missing.
+
+    Args:
+        cls: The feature class.
+        calls: The calls that layers make.
+    """
     methods = {
         name: method
         for name in dir(cls)

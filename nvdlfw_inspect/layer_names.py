@@ -1,4 +1,4 @@
-"""Names layers by their place in a model."""
+"""Names the modules of a model by their attribute paths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def assign_layer_names(model: Any, named: Callable[[str], None]) -> None:
-    """Set `name` on every module: "model", a dot, and its attribute path.
+    """Set `name` of every module to its attribute path, such as "model.decoder.0.fc1".
 
-    Inside a ModuleList, a child's `layer_number` stands for its index, if it has one; where two
-    children would get the same name so, indices stand for all.
+    A child of a ModuleList is named by its `layer_number` if it has one, else by its index. If two
+    children of the list would get the same name, all of them are named by their indices.
 
     Raises:
         ValueError: `model` is no module, no wrapper with a `module`, and no list of these.
@@ -45,7 +45,7 @@ def _assign(module: Any, name: str, named: Callable[[str], None]) -> None:
 
 
 def _numbers(children: dict[str, Any]) -> list[str]:
-    """Keys of the children of a ModuleList, no two alike."""
+    """The part of the name for each child of a ModuleList: `layer_number` or index."""
     numbers = [getattr(child, "layer_number", None) for child in children.values()]
     keys = [
         index if number is None else str(number)

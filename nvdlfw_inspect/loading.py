@@ -82,7 +82,7 @@ class FeatureLoader:
 
 
 def _identity_of(path: object) -> _Identity | None:
-    """Of a file under any path; a fifth of the time of a resolved path."""
+    """Device and inode: the same for all paths of a file, and five times faster than `resolve`."""
     try:
         found = Path(path).stat() if isinstance(path, str) else None
     except (OSError, ValueError):

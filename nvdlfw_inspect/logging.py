@@ -84,7 +84,7 @@ class MetricLogger:
         """Add a logger for the rest of the session.
 
         Raises:
-            TypeError: It is no `BaseLogger`.
+            TypeError: `logger` is no `BaseLogger`.
         """
         require_logger("add_logger", logger)
         MetricLogger.enabled_loggers.append(logger)
@@ -101,7 +101,7 @@ class MetricLogger:
     ) -> None:
         """Pass the statistics of a tensor to every logger, in one call if it has `log_batch`.
 
-        An error of one logger is raised when all have them.
+        If a logger raises an error, the others get the statistics before the error is raised.
         """
         named = {f"{layer}_{tensor}_{k}": v for k, v in values.items() if v is not None}
 
@@ -173,7 +173,9 @@ def enable_logging_at_current_step(
     end_step: int | None = None,
     start_end_list: list[list[int]] | None = None,
 ) -> bool:
-    """Return whether a step is a multiple of `freq` within closed intervals; -1 means no end.
+    """Return whether a step is due: a multiple of `freq` in one of the intervals.
+
+    Both ends of an interval belong to it. An end of -1 means that it has no end.
 
     Example:
         >>> enable_logging_at_current_step(10, freq=5, start_step=2, end_step=10)

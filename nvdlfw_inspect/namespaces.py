@@ -46,7 +46,8 @@ class Namespace:
 
         Returns:
             For a routing call (`*_enabled`): an `Answer`, a tuple `(yes, next_iteration)`. For
-            others the result of the feature; without one, {} in the namespace `base`, else None.
+            other calls: the result of the feature. If no feature was called, {} in the namespace
+            `base`, and None in others.
 
         Raises:
             RuntimeError: No session is running.

@@ -17,9 +17,9 @@ try:
 except ImportError:  # Python 3.10
     import sre_parse as _parser
 
-_MANY = 16  # so many repetitions are refused even if their number is bounded
+_MANY = 16  # a repetition that may repeat so often is refused even if it is bounded
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
-_CHARACTERS = frozenset(map(chr, range(257)))  # chr(256) stands for all others
+_CHARACTERS = frozenset(map(chr, range(257)))  # chr(256) stands for all other characters
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
 _Item = tuple[Any, Any]
 
@@ -48,8 +48,8 @@ def _check(pattern: str) -> None:
 def _is_ambiguous(body: Any) -> bool:
     """Whether a repetition of `body` may match one text in several ways.
 
-    It cannot if the body has a mandatory character that no varying part of it can match: these
-    characters then separate the repetitions.
+    A varying part of the body does no harm if the body has a mandatory character that this part
+    cannot match: that character then shows where one repetition ends and the next one begins.
     """
     separators = [_characters(item) for item in _mandatory(body)]
     return any(
@@ -59,7 +59,7 @@ def _is_ambiguous(body: Any) -> bool:
 
 
 def _varies(item: _Item) -> bool:
-    """Whether an item may match several beginnings of one text."""
+    """Whether an item may match several prefixes of one text, like `a*` or `a|ab`."""
     op, value = item
     if str(op) in _REPEATS:
         return bool(value[0] != value[1])
@@ -83,7 +83,7 @@ def _first(items: list[_Item]) -> frozenset[str]:
 
 
 def _mandatory(items: Any) -> Iterator[_Item]:
-    """Yield the items of single characters that every match of a sequence contains."""
+    """Yield the single-character items that every match of a sequence contains."""
     for op, value in items:
         if str(op) in ("LITERAL", "NOT_LITERAL", "IN", "ANY"):
             yield op, value

@@ -28,7 +28,7 @@ class NamespaceData:
         name: Name of the namespace.
         api: The object `nvdlfw_inspect.api.<name>`, if a class was registered for it.
         features: The instances by name, while a session runs.
-        feat_api_to_features: Names of the features that define a call, by call.
+        feat_api_to_features: For each call, the names of the features that define it.
     """
 
     name: str
@@ -190,7 +190,7 @@ def _register(namespace: str, cls: type) -> None:
     apis = {a for a, method in methods.items() if getattr(method, "is_api", False)}
     rule = {"namespace": namespace, "name": name, **_rule_of(cls)}
     id_ = engine().add(rule, apis, _parsing_of(cls), origin)
-    if id_ is None:  # `Registry` alone adds to the engine, and has removed earlier ones
+    if id_ is None:  # cannot be: an earlier class of this name was removed above
         raise RuntimeError(f"[register_feature] {namespace}.{name} is registered twice")
     Registry._classes[id_] = _Registration(namespace, cls, origin)
     for api in sorted(apis):

@@ -39,7 +39,7 @@ class Silence:
             }
 
     def never_due(self) -> Iterator[str]:
-        """Return a message for every section that was due in no iteration."""
+        """Yield a message for every section that was due in no iteration."""
         if not self._steps:
             return
         for name, schedules in self._waiting.items():

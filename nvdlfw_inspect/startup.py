@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def absolute_log_dir(self) -> str:
-        """`log_dir`, wherever the program goes later."""
+        """`log_dir` as an absolute path: the program may change its directory later."""
         return str(Path(self.log_dir).absolute())
 
     @property
@@ -62,7 +62,7 @@ class _Source:
 
     content: bytes | dict[str, Any] = field(default_factory=dict)
     origin: str = "<none>"
-    message: str = ""  # of the debug log
+    message: str = ""  # for the debug log
 
     @classmethod
     def of(cls, config_file: Any) -> _Source:
@@ -87,7 +87,8 @@ class _Source:
 def check(settings: Settings) -> None:
     """Raise the errors of `start` that can be known while another session runs.
 
-    With `feature_dirs` these are errors of arguments alone: their files are not run.
+    With `feature_dirs`, only the arguments are checked, because a check of the configuration would
+    have to run the files of these directories.
 
     Raises:
         TypeError, ValueError: An argument or the configuration is wrong.

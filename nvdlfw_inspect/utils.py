@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from nvdlfw_inspect import _env
 
-_MISSPELT = 0.85  # of difflib: one or two letters of a keyword
+_MISSPELT = 0.85  # cutoff of difflib: keywords that differ in one or two letters
 _Class = TypeVar("_Class", bound=type)
+# Packages whose frames are skipped when a warning looks for the line of the user's program.
 _PASSED_BY = ("nvdlfw_inspect", "transformer_engine", "torch", "contextlib", "importlib")
 
 
@@ -69,10 +70,11 @@ def gather_along_first_dim(
     """Gather a tensor of all ranks along its first dimension.
 
     Args:
-        input_: A tensor of the same shape and dtype on all ranks of the group, but for the first
-            size.
+        input_: A tensor. Its dtype, and its shape except for the first dimension, must be the same
+            on all ranks of the group.
         process_group: The group; None: all ranks.
-        async_op: Return before the collective has finished; only where first sizes are equal.
+        async_op: Return before the collective has finished. If ranks have different first sizes,
+            the function waits in any case.
 
     Returns:
         The gathered tensor, and the handle of the collective (None unless `async_op`).
@@ -110,7 +112,8 @@ def gather_tensor_on_last_rank(
     """Gather along the first dimension; only the last rank of the group gets the tensor.
 
     Returns:
-        The gathered tensor on the last rank, None elsewhere; and a handle as above.
+        The gathered tensor on the last rank, None elsewhere; and the handle of the collective, as
+        from `gather_along_first_dim`.
     """
     gathered, handle = gather_along_first_dim(input_, process_group, async_op)
     distributed = _distributed()
@@ -144,7 +147,7 @@ def _is_inside(frame: FrameType) -> bool:
 
 
 def printable(value: object) -> str:
-    """Return a value as text; what has no UTF-8, such as bytes of file names, is escaped."""
+    """Return a value as text; characters that UTF-8 cannot encode (in file names) are escaped."""
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 

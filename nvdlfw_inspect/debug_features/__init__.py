@@ -1,1 +1,1 @@
-"""The features of the namespace `base`: they are called by hand, not by layers."""
+"""The features of the namespace `base`, which the program calls, not the layers."""

@@ -10,22 +10,23 @@ from nvdlfw_inspect.base import BaseConfigAPIMapper, parsed_by_engine
 class GenericConfigAPIMapper(BaseConfigAPIMapper):
     """Base of features whose configuration names `tensors` or has a `tensors_struct`.
 
-    Their methods get what it says for the tensor of the call. The engine does the same without
-    being asked; the method is for code that calls it itself.
+    The methods of such a feature get the entries of the configuration for the tensor of the call.
+    The engine selects these entries without calling `parse_config_and_api`, which is for code that
+    calls the method directly.
     """
 
     @parsed_by_engine
     def parse_config_and_api(
         self, config: dict[str, Any], **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a configuration covers a call, and what it says for it.
+        """Return whether a configuration covers a call, and its entries for that call.
 
         Args:
-            config: As written, `enabled` included.
+            config: The configuration as written, including `enabled`.
             kwargs: `tensor_parsing` and `tensor_name`.
 
         Raises:
-            ValueError: It names no tensors, though the call carries one.
+            ValueError: The configuration names no tensors, but the call is about one.
         """
         written = {k: v for k, v in config.items() if k != "enabled"}
         if not kwargs.get("tensor_parsing"):

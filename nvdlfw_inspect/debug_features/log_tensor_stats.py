@@ -1,4 +1,4 @@
-"""LogTensorStats of the namespace `base`: statistics of any tensor, where the program asks."""
+"""LogTensorStats of the namespace `base`: statistics of any tensor that the program passes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
 
 @Registry.register_feature(namespace="base")
 class LogTensorStats(GenericConfigAPIMapper):
-    """Log statistics of a tensor that the program hands over.
+    """Log statistics of a tensor that the program passes to `debug_api.log_tensor_stats`.
 
     Keys:
         stats: min, max, mean, std, l1_norm, l2_norm, in upper or lower case
         tensors / tensors_struct: names that the program uses
-        freq, start_step, end_step, start_end_list: when
+        freq, start_step, end_step, start_end_list: in which steps
 
     Example:
         log_router:
@@ -68,17 +68,18 @@ class LogTensorStats(GenericConfigAPIMapper):
         """Log the statistics of a tensor, if they are due.
 
         Args:
-            config: Of the feature, for this tensor.
-            layer_name: Names the tensor in the logs, with `tensor_name`.
-            tensor: Of a floating dtype, any shape; statistics are taken in float32 (float64 stays).
-            tensor_name: As in the configuration.
-            iteration: Of the tensor, by default the current one.
-            skip_reduction: This rank's part alone.
-            reduction_group: Gather over this group, by default the one that was set. Without any,
-                the last rank of all gathers and logs.
+            config: The configuration of the feature for this tensor.
+            layer_name: Names the tensor in the logs, together with `tensor_name`.
+            tensor: A tensor of a floating dtype and any shape. Statistics are computed in float32,
+                those of a float64 tensor in float64.
+            tensor_name: The name of the tensor in the configuration.
+            iteration: The iteration of the tensor, by default the current one.
+            skip_reduction: Use only the tensor of this rank.
+            reduction_group: The group over which the tensor is gathered, by default the group of
+                `set_tensor_reduction_group`. Without any, the last of all ranks gathers and logs.
 
         Returns:
-            Tensors of no dimension by statistic; {} where nothing is due or another rank logs.
+            Zero-dimensional tensors by statistic; {} if nothing is due, or if another rank logs.
 
         Raises:
             ValueError: A statistic is not known.

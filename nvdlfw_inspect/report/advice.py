@@ -29,7 +29,7 @@ class Advice:
     title: str  # the problem, in one line
     text: str  # its cause and its remedy
     findings: list[Finding]  # the worst first
-    features: Features  # that act on the problem, or log it
+    features: Features  # features that act on the problem, or log it
     act_on: list[str]  # the layers that the YAML names
 
     @property
@@ -66,7 +66,7 @@ Group = tuple[str, str, str]  # rule, tensor and recipe
 def advise(verdicts: Verdicts) -> list[Advice]:
     """Groups the findings of a run into pieces of advice, the most urgent first."""
     groups: dict[tuple[Group, Level], list[Finding]] = {}
-    told: dict[tuple[Group, str], Level] = {}  # a layer counts at its worst level, which is first
+    told: dict[tuple[Group, str], Level] = {}  # sorted: a layer's first level is its worst
     for finding in verdicts.findings:
         group = _group(finding)
         level = told.setdefault((group, finding.subject.key.layer), finding.level)
@@ -82,7 +82,7 @@ def advise(verdicts: Verdicts) -> list[Advice]:
 def _group(finding: Finding) -> Group:
     layer, tensor, _ = finding.subject.key
     if finding.rule.name == "non-finite":
-        tensor = "" if tensor else layer  # one piece of advice for all tensors, and for each scalar
+        tensor = "" if tensor else layer  # one piece for all tensors, and one for each scalar
     return finding.rule.name, tensor, finding.subject.statistic.recipe
 
 
@@ -243,7 +243,7 @@ def _tell_growth(findings: list[Finding]) -> Told:
     title = f"The {tensor} jumps by a factor of {growth:,.3g} in {_where(findings)}"
     gemms = _gemms(findings)
     scaling = {"PerTensorScaling": {"gemms": gemms, "tensors": [tensor]}}
-    # A result of a GEMM is not rounded to FP8.
+    # A tensor that no FP8 GEMM reads, such as the result of a GEMM, has no scale to change: log it.
     return Told(title, cause, remedy, scaling if gemms else _logging(findings))
 
 
@@ -276,7 +276,7 @@ LOGGED: dict[str, dict[str, list[str]]] = {
 WATCH_FREQ = 10  # steps
 WATCH_IT = "It is not bad, and nothing needs to change: log it."
 PLAIN = re.compile(r"[A-Za-z_][\w.%/-]*")
-WIDTH = 56  # of a line that the page shows whole
+WIDTH = 56  # longest line that the page shows without cutting it off
 RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
 
@@ -317,6 +317,6 @@ def _scalar(value: Any) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Escapes a character as YAML does; JSON has two escapes for one beyond U+FFFF."""
+    """Escapes a character for YAML, like JSON; JSON splits a character beyond U+FFFF in two."""
     number = ord(character)
     return json.dumps(character)[1:-1] if number < 0x10000 else f"\\U{number:08X}"

@@ -25,7 +25,10 @@ Cell = float | str | None
 
 @dataclass(frozen=True)
 class Columns:
-    """The steps of the charts: column i holds the steps `first[i]` to `last[i]`."""
+    """The steps of the charts: `of_step` is the column of a step.
+
+    Column i holds the steps `first[i]` to `last[i]`.
+    """
 
     of_step: dict[int, int]
     first: list[int]

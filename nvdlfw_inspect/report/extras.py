@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Not the extra by the name of the distribution: where this package runs from its sources, pip would
-# look for that name in an index, in which it is another project's.
+# This names the packages instead of the extra of our distribution: if the debugger runs from its
+# sources, pip would look up the distribution in the index, where its name is another project's.
 INSTALL = 'python -m pip install jinja2 "plotly>=6" rich'
 
 

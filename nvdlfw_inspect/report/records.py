@@ -21,7 +21,7 @@ from nvdlfw_inspect.report.statistic import Statistic
 
 FILE_NAME = "statistics_rank-R.jsonl"
 FILE = re.compile(r"statistics_rank-(\d+)\.jsonl")
-PLAN_FILES = "nvdlfw_inspect_logs/nvdlfw_inspect_*globalrank-{rank}.log"  # * is a time, or nothing
+PLAN_FILES = "nvdlfw_inspect_logs/nvdlfw_inspect_*globalrank-{rank}.log"  # * is a stamp or empty
 PLAN_LINE = re.compile(
     r"(?:^|- )INFO - (?P<layer>\S.*): Tensor: (?P<tensor>\w+), gemm (?P<gemm>\w+) - (?P<plan>.+)$"
 )
@@ -38,7 +38,7 @@ class LogError(ValueError):
 class Key(NamedTuple):
     """Names a statistic of a tensor of a layer.
 
-    A scalar that the program logs by itself has its name for a layer, and no tensor.
+    For a scalar that the program logs itself, `layer` is the name of the scalar, `tensor` is empty.
     """
 
     layer: str
@@ -54,7 +54,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def cut(self, length: int) -> None:
-        """Drops the records beyond a number of them."""
+        """Keeps the first `length` records and drops the others."""
         del self.steps[length:], self.values[length:]
 
 
@@ -220,11 +220,14 @@ def _read_rank(run: Run, rank: int, file: Path) -> None:
 
 
 def _go_back(series: Series, all_series: Iterable[Series]) -> None:
-    """Replaces records by the last one of a series, whose step is not larger than the one before.
+    """Removes records that the last record of a series replaces: its step is not a new one.
 
-    A smaller step of a tensor begins a resumed run: what `all_series` have of later steps is of an
-    abandoned run, and rare series may never be logged there again. An equal step says nothing of
-    the kind. `all_series` has no scalars, and is empty for one: programs choose their steps.
+    If the step is smaller than the one before, a run was resumed from a checkpoint. Then all
+    records of later steps belong to the abandoned run. They are removed from all series of tensors
+    at once (`all_series`), because a series that is rarely logged may have no record at these steps
+    again. If the step is equal, the new record replaces only the earlier one of that step. For a
+    scalar, `all_series` is empty: programs choose the steps of scalars, so these say nothing about
+    the run.
     """
     step, value = series.steps.pop(), series.values.pop()
     if step < series.steps[-1]:
@@ -260,7 +263,7 @@ def _object(line: bytes) -> Any:
 
 
 def _read_plan(run: Run, file: Path) -> None:
-    """Reads in which precision GEMMs ran; high precision if no line says anything else."""
+    """Reads in which precision GEMMs ran: in high precision if all lines about a GEMM say so."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if ": Tensor: " in line and (match := PLAN_LINE.search(line)):

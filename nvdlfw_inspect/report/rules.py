@@ -46,7 +46,7 @@ class Subject:
     def beside(self, base: str, recipe: str = "", columnwise: bool | None = None) -> Series | None:
         """Returns another statistic of the same tensor and rank, or None if it was not logged.
 
-        It is that of column-wise values if this one is; `columnwise` says otherwise.
+        By default it is of the same direction (row-wise or column-wise) as this statistic.
         """
         of_tensor = self.run.siblings[self.key.layer, self.key.tensor]
         if columnwise is None:
@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def is_what_if(self) -> bool:
-        """Whether the recipe of the statistic was not in use: the one in use was logged too."""
+        """Whether its recipe was not in use: the statistic of the recipe in use was logged, too."""
         return bool(self.statistic.recipe and self.beside(self.statistic.base))
 
     @property
@@ -99,21 +99,21 @@ class Rule:
         return not self.statistics or statistic.base in self.statistics
 
 
-PERSISTENT = 0.05  # a share of steps; rarer findings that are not at the last step have passed
-GROWTH_STEPS = 10  # within so many steps; a history of amaxes is often 16 long
-ZERO_RECORDS = 3  # so many zero records in a row at the end: the tensor is dead
-# log2(largest / smallest subnormal): what a format holds between overflow and zero.
+PERSISTENT = 0.05  # share of steps; a rarer finding that is not at the last step has passed
+GROWTH_STEPS = 10  # a jump happens within so many steps; amax histories often have 16 entries
+ZERO_RECORDS = 3  # a tensor is dead if so many records in a row at the end are zero
+# The dynamic range of a format in bits: log2(largest value / smallest subnormal value).
 E4M3_BITS = math.log2(448 / 2**-9)  # 17.8
 E5M2_BITS = math.log2(57344 / 2**-16)  # 31.8
 
 
 def largest(values: Iterable[float]) -> float:
-    """Returns the largest finite value, NaN without one; `max` stops at a NaN that comes first."""
+    """Returns the largest finite value, NaN if there is none; `max` alone may return NaN."""
     return max(filter(math.isfinite, values), default=math.nan)
 
 
 def over_threshold(rule: Rule, subject: Subject) -> Finding | None:
-    """Finds too large shares of elements; one level less if they were rare and have passed."""
+    """Finds shares above a threshold; the level is one lower if they were rare and have passed."""
     values = subject.series.values
     worst = largest(values)
     if not worst > rule.watch:
@@ -173,9 +173,10 @@ def grows(rule: Rule, subject: Subject) -> Finding | None:
 
 
 def _growths(values: list[tuple[int, float]]) -> Iterator[tuple[float, int, float, int]]:
-    """Yields (growth, step, value, steps that it took) against the least value shortly before.
+    """Yields (growth, step, value, steps that the growth took) for every record but the first.
 
-    The record before always counts, so that a run recorded every hundredth step is judged too.
+    The growth is the ratio to the smallest value of the `GROWTH_STEPS` steps before. The previous
+    record always counts, so that a run that is recorded every hundredth step is judged, too.
     """
     begin = 0
     for i in range(1, len(values)):
@@ -187,10 +188,10 @@ def _growths(values: list[tuple[int, float]]) -> Iterator[tuple[float, int, floa
 
 
 def too_wide(rule: Rule, subject: Subject) -> Finding | None:
-    """More bits between the largest and the smallest value than the tensor's FP8 format holds.
+    """Finds tensors whose values span more bits than the FP8 format of the tensor holds.
 
-    Never bad by itself: what counts is how many values are lost, which `underflows%` tells. Where
-    that was logged, it decides.
+    The level is never `bad`, because what counts is how many values are lost. `underflows%` says
+    that: if it was logged, this rule finds nothing.
     """
     if not subject.fp8_gemms or subject.beside("underflows%"):
         return None
@@ -206,14 +207,14 @@ def too_wide(rule: Rule, subject: Subject) -> Finding | None:
 
 
 def all_zero(rule: Rule, subject: Subject) -> Finding | None:
-    """A tensor of zeros: bad where it stays so, to be watched where it comes and goes.
+    """Finds tensors of zeros: bad if they are zero to the end, to be watched if only at times.
 
-    Zeros at the beginning alone are how some weights are initialised.
+    Zeros only at the beginning are no finding: some weights are initialised to zero.
     """
     values = subject.series.values
     as_nan = subject.statistic.base == "dynamic_range"
     if as_nan and any(map(subject.beside, ("cur_amax", "l1_norm", "l2_norm", "std"))):
-        return None  # those can tell zeros from NaN
+        return None  # these statistics can tell zeros from NaN
     zero = [math.isnan(v) if as_nan else v == 0 for v in values]
     if not any(zero):
         return None
@@ -231,7 +232,7 @@ def all_zero(rule: Rule, subject: Subject) -> Finding | None:
 
 
 def noisy(rule: Rule, subject: Subject) -> Finding | None:
-    """Too little signal above the rounding error: 10 log10((std^2 + mean^2) / mse), in dB."""
+    """Finds too little signal above rounding errors: 10 log10((std^2 + mean^2) / mse), in dB."""
     std, mean = (subject.beside(name, columnwise=False) for name in ("std", "mean"))
     if std is None or subject.is_what_if or not subject.fp8_gemms:
         return None

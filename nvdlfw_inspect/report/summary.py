@@ -21,7 +21,7 @@ examples:
 
 exit codes: 0 all well, 1 a verdict reached --fail-over, 2 there is nothing to read"""
 LIMIT = 20
-WHY = 20  # columns of a terminal in which the last column of the table can be read
+WHY = 20  # characters that the last column of the table needs to be readable
 STYLES = {Level.OK: "green", Level.WATCH: "yellow", Level.BAD: "bold red"}
 
 
@@ -78,7 +78,7 @@ def _output(file: IO[str]) -> _Plain | _Rich:
 
 
 class _Plain:
-    """Text without colours, in which nothing is folded."""
+    """Writes text without colours; lines are not wrapped."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -88,7 +88,7 @@ class _Plain:
         self._print(first + text)
 
     def table(self, table: Table) -> None:
-        """Writes a table, columns of numbers to the right."""
+        """Writes a table; columns of numbers are aligned to the right."""
         lines = [[column.title for column in table.columns], *table.rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
@@ -103,13 +103,13 @@ class _Plain:
         self._print("")
 
     def _print(self, text: str) -> None:
-        """Prints a line; what the encoding of the file does not have is escaped."""
+        """Prints a line; characters that the encoding of the file lacks are escaped."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._file)
 
 
 class _Rich:
-    """Colours, and paragraphs instead of a table where the terminal is too narrow for one.
+    """Writes text in colours, and paragraphs if the terminal is too narrow for a table.
 
     Raises:
         MissingExtraError: rich is not installed.
@@ -121,7 +121,7 @@ class _Rich:
         self._padding = require("rich.padding", "the summary").Padding
 
     def line(self, text: str, first: str = "", style: str = "") -> None:
-        """Writes a line, its first part in a style, which is that of all where there is none."""
+        """Writes a line; the style is that of `first`, or of the whole line if `first` is empty."""
         parts = [(first, style), text] if first else [(text, style)]
         self._console.print(self._text.assemble(*parts))
 
@@ -147,7 +147,7 @@ class _Rich:
         self._console.print(drawn)
 
     def _paragraphs(self, table: Table) -> None:
-        """Writes the rows without columns, which would fold after a few letters."""
+        """Writes the rows as paragraphs: columns would be wrapped after a few letters."""
         self._console.print()
         for cells, level in zip(table.rows, table.levels, strict=True):
             verdict, layer, tensor, statistic, *numbers, why = cells

@@ -50,7 +50,7 @@ def table_of(verdicts: Verdicts, limit: int | None = None) -> Table:
 
 
 def _cells(row: Row, of_ranks: Run | None) -> list[str]:
-    """The cells of a row; with ranks, if the run has several."""
+    """The cells of a row; with a cell for the ranks, if `of_ranks` is a run with several."""
     ranks = [] if of_ranks is None else of_ranks.copies[row.key.layer, row.key.tensor][row.rank]
     return [
         row.level.word,

@@ -17,7 +17,7 @@ class Row:
     """The verdict on one series; of several ranks, the worst one."""
 
     key: Key
-    rank: int  # for all of its reduction group, see `Run.copies`
+    rank: int  # represents all ranks of its reduction group, see `Run.copies`
     last: float
     extreme: float  # the value of largest magnitude, or the first that is not finite
     step: int  # where the extreme was
@@ -118,8 +118,8 @@ def _row(key: Key, ranks: dict[int, Series], worst: Finding | None) -> Row:
 def worst_value(series: Series, statistic: Statistic) -> tuple[float, int]:
     """Returns the worst value and its step.
 
-    It is the first that is not finite; else that of largest magnitude, or the smallest
-    `scale_inv_min`.
+    This is the first value that is not finite. If all are finite, it is the value of largest
+    magnitude or, for `scale_inv_min`, the smallest one.
     """
     values = series.values
     low, high = min(values), max(values)
@@ -132,7 +132,7 @@ def worst_value(series: Series, statistic: Statistic) -> tuple[float, int]:
 
 
 def _size(value: float, statistic: Statistic) -> float:
-    """What makes a value the worst one: that it is NaN, its magnitude, but for `scale_inv_min`."""
+    """How bad a value is: NaN is the worst, then large magnitudes, or a small `scale_inv_min`."""
     if math.isnan(value):
         return math.inf
     return -value if statistic.base == "scale_inv_min" else abs(value)

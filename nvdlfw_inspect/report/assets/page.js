@@ -44,7 +44,8 @@ const spell = (v) => (finite(v) ? (panel.percent ? `${v.toFixed(2)} %` : String(
 const stepOf = (c) => (data.first[c] === data.last[c] ? `step ${data.first[c]}` : `steps ${data.first[c]} to ${data.last[c]}`);
 const steps = () => data.first.map((a, i) => (a + data.last[i]) / 2);
 
-// The axis names the steps that were logged where there is room: between a few of them it has no others.
+// Places the ticks of the axis at the logged steps if these are few and far enough apart. Otherwise
+// Plotly chooses them.
 function stepTicks() {
   const x = steps();
   const room = (x.at(-1) - x[0]) / 12;
@@ -84,7 +85,8 @@ const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: [
 // --- heat map
 const even = (list) => list.map((c, i) => [i / (list.length - 1), c]);
 
-// Colours that mean verdicts where there are thresholds, one hue elsewhere, two around zero.
+// Maps values to colours: two hues around zero for values of both signs and for the difference of two
+// runs; else the colours of the verdicts if there are thresholds; else one hue.
 function scaleOf(values) {
   let low = Infinity, high = -Infinity, least = Infinity;
   for (const v of values) {
@@ -110,14 +112,14 @@ function scaleOf(values) {
     for (let t = Math.ceil(from); t <= to; t += every) ticks.push(t);
     return { map: (v) => (v > 0 ? Math.log10(v) : from), zmin: from, zmax: to, colorscale: even(colours.scale), tickvals: ticks, ticktext: ticks.map((t) => `10<sup>${t}</sup>`) };
   }
-  // Values that are nearly equal look so: the colours span at least a twentieth of the magnitude.
+  // The colours span at least a twentieth of the magnitude: nearly equal values look nearly equal.
   const middle = (low + high) / 2;
   const half = Math.max((high - low) / 2, Math.abs(middle) / 40) || 0.5;
   const hues = high <= 0 && low < 0 ? [...colours.scale].reverse() : colours.scale;
   return { map: (v) => v, zmin: middle - half, zmax: middle + half, colorscale: even(hues) };
 }
 
-// Labels that fit: layers with a verdict first, then as many of the others as there is room for.
+// Chooses labels that do not overlap: layers with a verdict first, then as many others as fit.
 function labels(layers, height) {
   const room = Math.max(1, Math.ceil((layers.length * 15) / height));
   const taken = [];
@@ -194,7 +196,7 @@ function drawCurves() {
   const top = Math.max(0, ...values);
   const limits = panel.limits.filter(([, v]) => v <= 1.6 * top);
   const shapes = limits.map(([level, v]) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: v, y1: v, line: { color: colours[level], width: 1, dash: "dash" } }));
-  // The names of the thresholds stand at the end at which fewer curves pass.
+  // The names of the thresholds are at the end of the chart where fewer curves exceed a threshold.
   const over = (v) => limits.some(([, limit]) => v > limit);
   const passing = (ys) => traces.filter(({ y }) => over(ys(y.filter((v) => v !== null)))).length;
   const side = passing((y) => y[0]) > passing((y) => y.at(-1)) ? { x: 1, xanchor: "right" } : { x: 0, xanchor: "left" };
@@ -243,7 +245,8 @@ function filterChooser() {
   for (const label of $("chooser").children) label.hidden = !label.title.toLowerCase().includes(wanted);
 }
 
-// The layers worth seeing: those with a verdict, as the table ranks them, else those with the largest values.
+// Up to five layers to show first: those with a verdict, in the order of the table, or else those
+// with the largest values.
 function worstLayers() {
   const shown = shownLayers();
   const flagged = panel.worst.filter((l) => shown.includes(l));
