@@ -7,12 +7,12 @@ def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
     """Choose how statistics of weights that tensor parallel ranks share are reduced.
 
     Args:
-        enabled: over the ranks of the layer's tensor parallel group, as one weight (the default);
-            else each rank logs its own shard.
+        enabled: True (the default) reduces them over the tensor parallel group of the layer, as one
+            weight; with False, each rank logs the statistics of its shard.
 
     >>> set_weight_tensor_tp_group_reduce(True)
     """
-    # Layers import this package, and sessions import layers.
+    # A circular import otherwise: layers import this package, and `session` imports layers.
     from transformer_engine.debug.session import reduce_weights  # noqa: PLC0415
 
     reduce_weights(bool(enabled))

@@ -17,18 +17,18 @@ from transformer_engine.pytorch.tensor import Quantizer
 
 @dataclass(frozen=True)
 class FeatureCalls:
-    """Calls features about one tensor of a layer.
+    """Calls the methods of features for one tensor of a layer.
 
     Args:
-        manager: of the session.
-        layer: its name.
-        tensor: which of its tensors.
-        iteration: of the forward; its backward may run in a later one.
+        manager: the `DebugManager` of the session.
+        layer: name of the layer.
+        tensor: the tensor of the layer.
+        iteration: iteration of the forward; the backward may run in a later one.
         tp_group: tensor parallel group of the layer.
-        tp_size: its size.
-        is_recompute: a checkpoint repeats a forward, which features have seen already.
-        device: of the layer.
-        replicated: all ranks of `tp_group` have the same tensor.
+        tp_size: number of ranks of `tp_group`.
+        is_recompute: whether a checkpoint repeats the forward, which features have seen already.
+        device: device of the layer.
+        replicated: whether all ranks of `tp_group` have the same tensor.
     """
 
     manager: Any
@@ -52,11 +52,11 @@ class FeatureCalls:
         """Call `modify_tensor` and return its result, or `out` if the feature wrote into it.
 
         Args:
-            gemm: which takes the result.
+            gemm: the GEMM that takes the result or, for an output, that has computed `x`.
             x: the tensor in high precision.
-            quantizer: of the recipe, for the feature to use; None without FP8.
-            dtype: that a plain result must have.
-            out: what an earlier call returned for a cached weight.
+            quantizer: the quantizer of the recipe, which the feature may use; None without FP8.
+            dtype: the dtype that a plain result must have.
+            out: the result of an earlier call for a cached weight, to write into.
 
         Raises:
             TypeError: the feature returned no tensor.
@@ -92,7 +92,7 @@ class FeatureCalls:
         columnwise: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
-        """Call `inspect_tensor` with `x` and the operands that were made of it."""
+        """Call `inspect_tensor` with `x` and the operands that were made from it."""
         self._show(
             "inspect_tensor",
             x,
@@ -157,8 +157,8 @@ class FeatureCalls:
         """Return `made`.
 
         Raises:
-            TypeError: it is no plain tensor.
-            ValueError: it has another dtype.
+            TypeError: `made` is not a plain tensor.
+            ValueError: `made` has another dtype.
         """
         if type(made) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
@@ -174,5 +174,5 @@ class FeatureCalls:
 
 
 def _writes(x: torch.Tensor | None) -> int | None:
-    """How often a tensor was written, where torch counts it."""
+    """How often a tensor was written in place; None for inference tensors, which do not count."""
     return None if x is None or x.is_inference() else x._version

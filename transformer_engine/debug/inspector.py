@@ -1,4 +1,9 @@
-"""`Inspector`: decides how a session of the debugger changes the plan of a module's call."""
+"""`Inspector`: decides how a session of the debugger changes the plan of a module's call.
+
+A `CallPlan` has a quantizer for each tensor of each GEMM. The inspector asks the features about
+every tensor. Where a feature is due, it wraps the quantizer in one that calls the feature or takes
+statistics. It returns a copy of the plan with these quantizers, so layers know nothing of features.
+"""
 
 from __future__ import annotations
 
@@ -36,35 +41,36 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 _OF_FORWARDS = ("activation", "weight", "output")
-_ITERATIONS = 1 << 40
+_ITERATIONS = 1 << 40  # iterations are smaller: a tick is session * _ITERATIONS + iteration
 _SESSIONS = itertools.count(1)
 _NAMES = itertools.count(1)
 
 
 @dataclass
 class Inspection:
-    """What the features decided about a plan, valid for the ticks in `[begin, end)`."""
+    """What the features decided about a plan, valid for ticks in `[begin, end)`."""
 
     begin: int
     end: int
-    first: CallPlan | None  # to use instead of the plan; None: the plan stays as it is
-    recompute: CallPlan | None  # to use when a checkpoint repeats the forward
+    first: CallPlan | None  # replaces the plan; None: the plan stays as it is
+    recompute: CallPlan | None  # replaces the plan when a checkpoint repeats the forward
     due_later: bool  # something is due in a later iteration: a CUDA graph must include it now
-    fed_forward: Sequence[TensorStatistics] = ()
+    fed_forward: Sequence[TensorStatistics] = ()  # statistics of tensors of the forward
 
 
 class Inspector:
     """Inspects the modules of `transformer_engine.pytorch` during one session.
 
     A tick is a number that grows with sessions and iterations. Each `CallPlan` of a module has the
-    tick from which it must be inspected again: a layer without features pays for one comparison.
+    tick from which it must be inspected again, so a layer without features pays for one comparison
+    in each call.
     """
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.name = f"session {next(_NAMES)}"
         self.selects = bool(getattr(manager, "has_features", True))
-        self.feeds: dict[str, compiled.Feed] = {}  # of compiled graphs
+        self.feeds: dict[str, compiled.Feed] = {}  # for operators of compiled graphs
         self._plans_logged: dict[tuple[str, str, str], Plan] = {}
         self._owners: dict[str, weakref.ref[TransformerEngineBaseModule]] = {}
         self._begin_session()
@@ -77,14 +83,14 @@ class Inspector:
     def stepped(self) -> None:
         """Take over the manager's iteration."""
         iteration = int(self.manager.iteration)
-        if iteration < self.iteration:  # set back by hand: what was decided holds no more
+        if iteration < self.iteration:  # the program set it back: earlier decisions are void
             self._begin_session()
         self.iteration = iteration
         self.tick = self.session * _ITERATIONS + iteration
 
     @property
     def statistics(self) -> Collector | None:
-        """The collector of built-in statistics; None: none are taken."""
+        """The collector of built-in statistics; None: no statistics are taken."""
         return getattr(self.manager, "statistics", None)
 
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
@@ -99,7 +105,7 @@ class Inspector:
     def _plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
         found: Inspection | None = call.inspection
         if is_capturing():
-            # What the graph does in all iterations in which it is replayed.
+            # The graph does the same in every iteration in which it is replayed.
             self.refuse(module.chain.gemm_names, "a CUDA graph capture", captured=True)
             found = self._inspect(module, call)
         elif found is None or not found.begin <= self.tick < found.end:
@@ -142,7 +148,7 @@ class Inspector:
             due_later = bool(following) and self._needing_python(names, True) is not None
             return Inspection(self.tick, end, None, None, statistics or due_later)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
-            end = self.tick + 1  # features are told the iteration
+            end = self.tick + 1  # `FeatureCalls` holds the iteration
         first = self._wrapped(module, call, plans, attached)
         recompute = self._wrapped(module, call, plans, attached, first)
         return Inspection(self.tick, end, first, recompute, statistics, fed)
@@ -155,12 +161,12 @@ class Inspector:
         following: list[int],
         fed: list[TensorStatistics],
     ) -> GemmQuantizers:
-        """Replace the quantizers of tensors of which built-in statistics are requested.
+        """Replace the quantizers of tensors for which built-in statistics are requested.
 
         Args:
-            module: that runs.
-            plan: of one of its layers.
-            quantizers: of the recipe.
+            module: the module that runs.
+            plan: the plan of one of the layers of the module.
+            quantizers: the quantizers of the recipe for this layer.
             following: receives the iterations at which other statistics may become due.
             fed: receives the statistics of tensors of the forward.
         """
@@ -194,10 +200,11 @@ class Inspector:
         attached: list[GemmQuantizers],
         first: CallPlan | None = None,
     ) -> CallPlan:
-        """A plan with inspected quantizers.
+        """A copy of a plan whose quantizers call features and take statistics.
 
-        In the recompute of calls with the plan `first`, features do not see a tensor again. It
-        is inspected, and recorded, where those are, because it must save the same tensors.
+        With `first`, the plan of the first forward, the copy is for the recompute. Features do not
+        see a tensor again there. Still, the same GEMMs count as inspected, and the copy is recorded
+        only if `first` is, because both forwards must save the same tensors.
         """
         quantizers: list[GemmQuantizers] = []
         is_recompute = first is not None
@@ -216,7 +223,7 @@ class Inspector:
             if like is not None and like.wrapped:
                 gemms.native = like.native
             if modifies:
-                gemms.pads = True  # features may make FP8
+                gemms.pads = True  # features may return FP8 operands
             quantizers.append(gemms)
         return module.chain.prepare(call.with_quantizers(quantizers))
 
@@ -240,7 +247,7 @@ class Inspector:
         )
 
     def _log(self, plan: LayerPlan) -> None:
-        """Log every side of an operand whose plan is new or changed."""
+        """Log the plan of each side of an operand, if it is new or has changed."""
         for tensor, gemm, how in plan.lines():
             key = (plan.layer, tensor, gemm)
             if self._plans_logged.get(key) is not how:
@@ -249,7 +256,7 @@ class Inspector:
                 self.manager.log_message(text, plan.layer)
 
     def _tell_of_shared_name(self, layer: str, module: TransformerEngineBaseModule) -> None:
-        """Warn, once a name, where another module has this name, too."""
+        """Warn, once for each name, if another module has the same layer name."""
         owner = self._owners.setdefault(layer, weakref.ref(module))()
         if owner is None:
             self._owners[layer] = weakref.ref(module)
@@ -262,7 +269,7 @@ class Inspector:
             self.manager.log_message(text, layer, logging.WARNING, once=(text, layer))
 
     def log_statistics(self, layer: str, tensor: str, features: Sequence[Any]) -> list[Any]:
-        """Write one line to the debug log for every feature that is due for a tensor.
+        """Write a line to the debug log, once for every feature that is due for a tensor.
 
         Returns:
             The features that are not due yet.
@@ -278,7 +285,7 @@ class Inspector:
         return later
 
     def discard(self) -> None:
-        """Drop this iteration's statistics so far: they were taken of sample inputs."""
+        """Drop the statistics of this iteration so far: they were taken from sample inputs."""
         if self.statistics is not None:
             self.statistics.discard()
 
@@ -310,7 +317,7 @@ class Inspector:
         """Return the quantizers of a module for a graph that is being traced; runs under the trace.
 
         Raises:
-            RuntimeError: a feature that needs Python is selected for one of them.
+            RuntimeError: a feature that needs Python is selected for a layer of the module.
         """
         if not self.selects:  # reading the names of layers would make them guards of the graph
             return quantizers
@@ -327,7 +334,7 @@ class Inspector:
         """Called when a layer is compiled.
 
         Raises:
-            RuntimeError: a feature that needs Python is selected for it.
+            RuntimeError: a feature that needs Python is selected for the layer.
         """
         # An exported program runs without a session.
         self.refuse((layer,), "a compiled graph", captured=not is_exporting())
@@ -343,7 +350,7 @@ class Inspector:
         tp_size: int,
         replicated: bool,
     ) -> tuple[Any, Sequence[Any]]:
-        """Return the `TensorStatistics` of a tensor (None: none ever due) and its features."""
+        """Return the `TensorStatistics` of a tensor (None if never due) and its features."""
         features = self.manager.route(NAMESPACE, layer, "inspect_tensor_enabled", tensor)
         if not features or self.statistics is None:
             return None, ()
@@ -369,7 +376,7 @@ def _wrapping(
 
 
 def _gemms_in_blocks(call: CallPlan) -> list[list[str]]:
-    """Of each Matmul of a call, the GEMMs that run on operands with scales of blocks."""
+    """For each Matmul of a call, the GEMMs whose operands have a scale for each block."""
     found = []
     for step, own in zip(call.chain.steps, call.stage_plans, strict=True):
         if step.stage.multiplies:

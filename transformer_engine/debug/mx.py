@@ -1,12 +1,12 @@
-"""Casts as `MXFP8BlockScaling()` makes them, in plain torch: our GPUs have no kernel for them.
+"""Casts to MXFP8, as by `MXFP8BlockScaling()`, in plain torch: there is no kernel for them.
 
-Runs of 32 values along a row share a scale that is a power of two:
+Every 32 consecutive values of a row (a run) share a scale that is a power of two:
 
-    inverse = 2^e,  e the least integer with 2^e >= amax * 2^margin / largest, within [-127, 127]
-    code    = FP8(x / inverse), nearest even, saturating
+    inverse = 2^e,  e the smallest integer with 2^e >= amax * 2^margin / largest, within [-127, 127]
+    code    = FP8(x / inverse), rounded to nearest even, saturating
 
-An amax ignores NaN; Inf makes the inverse 2^127. The inverse of a run of zeros is returned as zero,
-because its codes are zero whatever the scale is.
+The amax of a run ignores NaN; an Inf in the run makes the inverse 2^127. The inverse of a run of
+zeros is returned as zero, because its codes are zero whatever the scale is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cast_to_mx(
     runs = padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
     amax = runs.amax(dim=2).double()  # amax / largest may be subnormal in fp32
     mantissa, exponent = torch.frexp(amax * 2.0**margin / largest)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)  # 0.5: a power of two
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)  # 0.5: an exact power of two
     exponent = exponent.masked_fill(amax.isinf(), 127)
     inverse = torch.ldexp(torch.ones_like(amax), exponent).float()
     known = torch.stack([inverse, inverse.masked_fill(amax == 0, 0.0)])
@@ -56,7 +56,7 @@ def seen_along(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
 def fake_quantize_to_mx(
     x: torch.Tensor, format: int, margin: int, columnwise: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Round `x` to values of MXFP8 and return a plain tensor of `dtype`."""
+    """Round `x` to values that MXFP8 can represent; return a plain tensor of `dtype`."""
     codes, inverses = cast_to_mx(seen_along(x.detach(), columnwise), format, margin)
     values = codes.view(TORCH_FP8[format]).float() * inverses
     return (values.t() if columnwise else values).reshape(x.shape).to(dtype).contiguous()

@@ -1,7 +1,7 @@
 """Names in configurations: the tensors of a layer, their GEMMs, and the routing calls.
 
-A GEMM has two operands and a result; an operand serves two GEMMs, one along its rows and one along
-its columns:
+A GEMM has two operands and a result. Each operand is used by two GEMMs: one sums along its rows
+(row-wise), the other along its columns (column-wise):
 
     fprop   output [M, N] = activation [M, K] . weight^T
     dgrad   dgrad  [M, K] = gradient [M, N] . weight
@@ -30,7 +30,7 @@ class GemmTensor(NamedTuple):
         return self.columnwise is not None
 
 
-# In the order in which features are asked about them.
+# Features are asked about the tensors in this order.
 TENSORS = (
     GemmTensor("activation", "input", "fprop", "wgrad"),
     GemmTensor("weight", "weight", "fprop", "dgrad"),
@@ -50,8 +50,8 @@ ROUTING_CALLS = (
 )
 
 
-# With one of these stages before a Matmul all ranks have the same activation, and with one of
-# those behind it the same gradient.
+# If the stage before a Matmul is one of the first two, all ranks have the same activation. If the
+# stage after it is one of the last two, all ranks have the same gradient.
 _BEFORE, _BEHIND = ("replicated", "gather"), ("reduce", "reduce_scatter")
 
 
@@ -59,7 +59,7 @@ def replicated_tensors(stages: Sequence[Any], layer: str) -> tuple[str, ...]:
     """Return the operands of a Matmul that are the same on all ranks of its tensor parallel group.
 
     Args:
-        stages: of a chain, in order.
+        stages: the stages of a chain, in order.
         layer: name of the Matmul.
     """
     labels = ["", *(stage.label for stage in stages), ""]

@@ -1,6 +1,6 @@
-"""The built-in features of `transformer_engine`: importing this registers all of them.
+"""The built-in features of `transformer_engine`.
 
-A file in this folder is imported by being there.
+Importing this package imports all files of the folder, each of which registers its features.
 """
 
 from importlib import import_module

@@ -31,9 +31,10 @@ required_kwargs = {
 class TEConfigAPIMapper(BaseConfigAPIMapper):
     """Base of features whose configuration names `gemms` and `tensors`.
 
-    Their methods get the configuration of one tensor and gemm: `gemms` and `gemms_struct` become
-    `gemm`, `tensors` and `tensors_struct` become `tensor`, and inner keys override outer ones. The
-    engine does this without calling the method below, which is there for subclasses.
+    The methods of such a feature get the configuration of one tensor and gemm: `gemms` and
+    `gemms_struct` become `gemm`, `tensors` and `tensors_struct` become `tensor`, and inner keys
+    override outer ones. The engine does this itself, without `parse_config_and_api`, which is there
+    for subclasses.
     """
 
     @parsed_by_engine
@@ -43,11 +44,11 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
         """Say whether a configuration covers a call, and return its entries for that call.
 
         Args:
-            config: as written, `enabled` included.
+            config: the configuration as written, including `enabled`.
             kwargs: `gemm_parsing` and `gemm`, `tensor_parsing` and `tensor_name`.
 
         Raises:
-            ValueError: it names no gemms, or no tensors, though the call carries them.
+            ValueError: the configuration names no gemms, or no tensors, but the call is about one.
         """
         found: dict[str, Any] | None = {k: v for k, v in config.items() if k != "enabled"}
         if not config.get("enabled", True):
@@ -60,38 +61,40 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
 
 
 class TEDefaultFeatures(Protocol):
-    """The methods that layers call on features, with the results where no feature defines them.
+    """The methods that layers call on features, with the results if no feature defines them.
 
     A feature is any class registered with `Registry.register_feature("transformer_engine")`. It
     defines any of these methods, marked with `api_method`, with any subset of the arguments.
 
     Routing calls, whose names end in `enabled`, return the answer for this iteration, or a pair:
-    the answer, and the next iteration at which to ask again (None: never). Until then the feature
-    is not called, and the answer of `fp8_gemm_enabled` stays valid.
+    the answer, and the next iteration at which to ask again (None: never). Until that iteration the
+    feature is not called, and the answer of `fp8_gemm_enabled` stays valid.
 
-    Their arguments:
+    Arguments of these methods:
 
     - `config`: the configuration of the feature for this tensor and gemm.
-    - `layer_name`: of the layer.
+    - `layer_name`: name of the layer.
     - `gemm`: fprop, dgrad or wgrad.
     - `tensor_name`: activation, weight, gradient, output, wgrad or dgrad.
-    - `tensor`: in high precision; after a cast, what the GEMM takes.
+    - `tensor`: the tensor in high precision; in `inspect_tensor_postquantize`, the operand of the
+      GEMM.
     - `iteration`: how often `debug_api.step()` was called.
-    - `default_quantizer`: casts the tensor where no feature does; None without FP8.
+    - `default_quantizer`: the quantizer of the recipe, which casts the tensor if no feature does;
+      None without FP8.
     - `tp_group`: tensor parallel group of the layer (not the reduction group), of `tp_size` ranks;
-      for calls that carry a tensor.
+      only in calls that have a `tensor`.
     """
 
     def fp8_gemm_enabled(
         self, config: Config, layer_name: str, gemm: str, iteration: int
     ) -> Enabled:
-        """Whether a GEMM of an FP8 recipe stays in FP8; it does if all features return True."""
+        """Whether a GEMM runs in FP8, as the recipe says; it does if all features return True."""
         return True, None
 
     def modify_tensor_enabled(
         self, config: Config, layer_name: str, gemm: str, tensor_name: str, iteration: int
     ) -> Enabled:
-        """Whether `modify_tensor` replaces the cast, whatever `fp8_gemm_enabled` says."""
+        """Whether `modify_tensor` replaces the cast, regardless of `fp8_gemm_enabled`."""
         return False, None
 
     def modify_tensor(
@@ -108,10 +111,9 @@ class TEDefaultFeatures(Protocol):
     ) -> torch.Tensor | QuantizedTensor | None:
         """Return a tensor of the same shape: the operand for the GEMM, or its new result.
 
-        `out` is what an earlier call returned for a cached weight of fprop: write into it and
-        return None.
-        A plain operand must have the `dtype`. Both operands of a GEMM must be plain, or both
-        `Float8Tensor`.
+        If `out` is given, it is the result of an earlier call for a weight of fprop that is cached:
+        write into `out` and return None. An operand that is a plain tensor must have the dtype
+        `dtype`. The two operands of a GEMM must both be plain tensors, or both `Float8Tensor`.
         """
         raise NotImplementedError("[modify_tensor] expected a feature that defines it, got none")
 
@@ -154,9 +156,9 @@ class TEDefaultFeatures(Protocol):
         tp_size: int = 1,
         rowwise: bool = True,
     ) -> None:
-        """Look at an operand after its cast or `modify_tensor`; not called where there was neither.
+        """Look at an operand after its cast or `modify_tensor`; not called if there was neither.
 
-        `rowwise`: the operand is the row-wise one, else the column-wise one.
+        `rowwise` says whether it is the row-wise operand or the column-wise one.
         """
 
 
@@ -174,7 +176,7 @@ class TransformerEngineAPI(Namespace):
 
         Raises:
             RuntimeError: no session is running.
-            ValueError: the call must carry more.
+            ValueError: a required argument of the call is missing.
         """
         for name in required_kwargs.get(api_name, required_kwargs["default"]):
             if name not in kwargs:

@@ -43,13 +43,13 @@ class Modifying:
     def amax(
         self, x: torch.Tensor, where: tuple[str, str, str], tp_group: Any, tp_size: int | None
     ) -> torch.Tensor:
-        """The amax of the whole tensor of which `x` is this rank's part, see `groups_of`.
+        """The amax of the whole tensor, of which `x` is the part on this rank; see `groups_of`.
 
         Args:
-            x: contiguous.
-            where: layer, gemm and tensor.
+            x: fp32, fp16 or bf16, contiguous.
+            where: names of the layer, the gemm and the tensor.
             tp_group: tensor parallel group of the layer.
-            tp_size: its size.
+            tp_size: number of ranks of `tp_group`.
         """
         groups = groups_of(where[2], tp_group, tp_size)
         if not groups or api.DEBUG_MANAGER is None:
@@ -59,7 +59,7 @@ class Modifying:
         return manager.statistics.shared_amax.of(x, f"{type(self).__name__} of {what}", groups)
 
     def log_call(self, layer_name: str, gemm: str, tensor_name: str) -> None:
-        """Write one line to the debug log for every layer, gemm and tensor."""
+        """Write a line to the debug log, once for each layer, gemm and tensor."""
         if api.DEBUG_MANAGER is not None:
             text = f"Feature={type(self).__name__}, API=process_tensor: {gemm}, {tensor_name}"
             api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))

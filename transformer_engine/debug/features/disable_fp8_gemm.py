@@ -1,4 +1,4 @@
-"""DisableFP8GEMM: chosen GEMMs in high precision."""
+"""DisableFP8GEMM: runs selected GEMMs in high precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DisableFP8Layer: all GEMMs of a layer in high precision."""
+"""DisableFP8Layer: runs all GEMMs of a layer in high precision."""
 
 from __future__ import annotations
 

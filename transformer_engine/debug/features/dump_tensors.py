@@ -1,4 +1,4 @@
-"""DumpTensors: writes whole tensors to files."""
+"""DumpTensors: writes tensors and their FP8 codes to files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DumpTensors(Scheduled):
     """Write tensors to `LOGDIR/tensor_dumps/rank_R/iter_NNNNNN/LAYER_TENSOR.pt`.
 
     Characters that file names cannot contain become `_`. If the names of two layers become equal
-    by that, the second layer gets `LAYER_TENSOR_2.pt`, the third one `LAYER_TENSOR_3.pt`, and so
-    on; `layer` in the file has the full name. Further micro-batches of a step get names that end
+    in this way, the second layer gets `LAYER_TENSOR_2.pt`, the third one `LAYER_TENSOR_3.pt`, and
+    so on; `layer` in the file has the full name. Further micro-batches of a step get names that end
     in `_microbatch1`, `_microbatch2`, ...
 
     Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
@@ -38,7 +38,7 @@ class DumpTensors(Scheduled):
         high_precision_tensor: True to write the tensor before the cast; default False
         quantized_tensor: True to write its FP8 codes and scales; default False
         tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
-        freq, start_step, end_step, start_end_list: when; default: in every step
+        freq, start_step, end_step, start_end_list: in which steps; default: in every step
 
     Example:
         dump_fc1:

@@ -1,4 +1,4 @@
-"""FakeQuant: FP8's rounding in high-precision GEMMs."""
+"""FakeQuant: GEMMs in high precision, of tensors that are rounded to FP8 values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ MX_FORMATS = {"MXFP8E4M3": E4M3, "MXFP8E5M2": E5M2}
 class FakeQuant(Modifying):
     """Round tensors to what FP8 can hold, and run their GEMMs in high precision.
 
-    A tensor has one scale (the same on all ranks that share it: those of the layer's tensor
-    parallel group, and of the reduction group that was set); in MXFP8, each run of 32 values that
-    a GEMM sums has its own, a power of two. The GEMMs that are named run in high precision,
-    whatever the recipe.
+    In the formats FP8..., a tensor has one scale. It is the same on all ranks that share the
+    tensor: the ranks of the layer's tensor parallel group, and of the reduction group if one was
+    set. In the formats MXFP8..., every 32 consecutive values along the dimension that the GEMM sums
+    over share a scale, which is a power of two. The GEMMs under `gemms` run in high precision with
+    every recipe.
 
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad

@@ -29,25 +29,26 @@ _NAMES = {
 class LogFp8TensorStats(Scheduled):
     """Log what casting to FP8 does to the operands of GEMMs.
 
-    Micro-batches, ranks and steps are treated as by LogTensorStats. A tensor, or a direction of
-    it, that is not quantised has no statistics: a warning says so once.
+    Micro-batches, ranks and steps are treated as by LogTensorStats. A tensor that is not quantised
+    (in the requested direction, row-wise or column-wise) has no statistics: a warning says so once.
 
     Keys:
         stats: what to log, as [<recipe>_]<statistic>[_columnwise]:
-            underflows%: elements that are not zero before the cast and are after it, of all
-            overflows%: elements beyond the largest FP8 value at this scale, of all
-            mse: mean of the squared error
-            scale_inv_min, scale_inv_max: of the inverse scales
-            _columnwise: of the codes that are taken along columns (activation: wgrad, weight:
-                dgrad, gradient: wgrad) instead of those along rows
+            underflows%: percentage of elements that are non-zero before the cast and zero after it
+            overflows%: percentage of elements beyond the largest FP8 value at this scale
+            mse: mean of the squared error of the cast
+            scale_inv_min, scale_inv_max: the smallest and the largest inverse scale
+            _columnwise: of the column-wise codes, which one GEMM takes (wgrad of activation and
+                gradient, dgrad of weight), instead of the row-wise ones
             fp8_current_scaling_: as if the tensor were cast with current scaling
-            fp8_block_scaling_: as if it were cast by Float8BlockScaling(): to E4M3, weights in
-                128 x 128 blocks and others in 1 x 128
-            mxfp8_: as if it were cast to MXFP8: to E4M3, runs of 32 with scales of powers of two
-                (scale_inv is the scale itself, not its exponent; runs of zeros have none)
-            fp8_delayed_scaling_: where that is the recipe in use
+            fp8_block_scaling_: as if the tensor were cast by Float8BlockScaling(): to E4M3, weights
+                in blocks of 128 x 128 and others in blocks of 1 x 128
+            mxfp8_: as if the tensor were cast to MXFP8: to E4M3, in blocks of 32 whose scales are
+                powers of two (scale_inv is the scale itself, not its exponent; blocks of zeros do
+                not count for it)
+            fp8_delayed_scaling_: only if delayed scaling is the recipe in use
         tensors / tensors_struct: activation, gradient, weight
-        freq, start_step, end_step, start_end_list: when; default: in every step
+        freq, start_step, end_step, start_end_list: in which steps; default: in every step
 
     Example:
         fp8_health:
@@ -73,10 +74,10 @@ class LogFp8TensorStats(Scheduled):
     def requested_statistics(
         self, config: dict[str, Any], layer: str, tensor: str, schedule: Any
     ) -> list[Subscription]:
-        """The statistics that a section of the configuration requests of a tensor of a layer.
+        """The statistics that a section of the configuration requests for a tensor of a layer.
 
         Raises:
-            ValueError: an unknown statistic, of a configuration that was not checked.
+            ValueError: a statistic is unknown; configurations that were checked have none.
         """
         where = f"layer {layer}, tensor {tensor}"
         return [_subscription(stat, schedule, where) for stat in named(config["stats"])]

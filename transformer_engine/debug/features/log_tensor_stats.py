@@ -14,7 +14,7 @@ from transformer_engine.debug.statistics.rows import BLOCKWISE, Kind
 from transformer_engine.debug.statistics.subscription import MOMENTS, Source, Subscription
 
 STATISTICS = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")
-_BOTH_ORIENTATIONS = ("activation", "weight")  # taken row-wise and column-wise by GEMMs
+_BOTH_ORIENTATIONS = ("activation", "weight")  # GEMMs take them row-wise and column-wise
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -24,7 +24,8 @@ class LogTensorStats(Scheduled):
     The micro-batches of a step count as one tensor; for weights, the first micro-batch counts. An
     evaluation (`eval()` under `no_grad`) counts only in steps in which the layer is not trained.
     The ranks of the reduction group count as one tensor too (for weights: the ranks of the tensor
-    parallel group). `debug_api.step()` logs the statistics of a step. They change no result.
+    parallel group). `debug_api.step()` logs the statistics of a step. Taking statistics does not
+    change the results of training.
 
     Keys:
         stats: what to log:
@@ -35,10 +36,11 @@ class LogTensorStats(Scheduled):
             cur_amax: the largest magnitude
             dynamic_range: log2 of the largest over the smallest non-zero magnitude
             max_blockwise_dynamic_range: {block_size: 32, dims: 1}: the largest dynamic range of a
-                block; runs of block_size elements, or squares with dims: 2. Where they do not
-                divide a tensor, the last blocks are smaller
+                block, which has block_size consecutive elements or, with dims: 2, is a square of
+                block_size rows and columns. If blocks do not divide a tensor, the last ones are
+                smaller
         tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
-        freq, start_step, end_step, start_end_list: when; default: in every step
+        freq, start_step, end_step, start_end_list: in which steps; default: in every step
 
     Example:
         log_fc1:
@@ -70,10 +72,10 @@ class LogTensorStats(Scheduled):
     def requested_statistics(
         self, config: dict[str, Any], layer: str, tensor: str, schedule: Any
     ) -> list[Subscription]:
-        """The statistics that a section of the configuration requests of a tensor of a layer.
+        """The statistics that a section of the configuration requests for a tensor of a layer.
 
         Raises:
-            ValueError: an unknown statistic, of a configuration that was not checked.
+            ValueError: a statistic is unknown; configurations that were checked have none.
         """
         where = f"layer {layer}, tensor {tensor}"
         return [_subscription(stat, tensor, schedule, where) for stat in named(config["stats"])]
@@ -90,7 +92,7 @@ class LogTensorStats(Scheduled):
         tp_size: int = 1,
         rowwise_quantized_tensor: torch.Tensor | None = None,
     ) -> None:
-        """Take the statistics of a tensor; layers do that in their kernels without this call."""
+        """Take the statistics of a tensor; layers do not call this, their kernels take them."""
         tensor = rowwise_quantized_tensor if tensor is None else tensor
         if tensor is None:
             return

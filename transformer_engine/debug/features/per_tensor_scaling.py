@@ -1,4 +1,4 @@
-"""PerTensorScaling: current scaling for chosen operands."""
+"""PerTensorScaling: current scaling for selected operands, whatever the FP8 recipe."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from transformer_engine.debug.scaling import cast
 
 @Registry.register_feature(namespace="transformer_engine")
 class PerTensorScaling(Modifying):
-    """Cast operands to FP8 with a scale from the tensor in hand instead of its history.
+    """Cast operands to FP8 with a scale from the amax of the tensor itself (current scaling).
 
-    The format is the recipe's. Under block scaling it is for both operands of a GEMM or for none:
-    cuBLASLt has no product of one scale and scales of blocks. A GEMM that another feature, or the
-    recipe, runs in high precision stays so: a warning in the log says that its operands are left as
-    they are. Ranks that share a tensor (those of the layer's tensor parallel group, and of the
-    reduction group that was set) scale it alike, by the amax of all of it.
+    The FP8 format is that of the recipe. Under block scaling, select both operands of a GEMM or
+    none of them: cuBLASLt cannot multiply an operand that has one scale by an operand that has a
+    scale for each block. A GEMM that runs in high precision, because of the recipe or of another
+    feature, stays in high precision: a warning in the log says that its operands are not cast.
+    Ranks that share a tensor (the ranks of the layer's tensor parallel group, and of the reduction
+    group if one was set) use the same scale, from the amax over all of them.
 
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad
@@ -67,7 +68,7 @@ class PerTensorScaling(Modifying):
         """Return the cast tensor, or write it into `out`.
 
         Raises:
-            ValueError: without a recipe there is no format to cast to.
+            ValueError: there is no FP8 recipe, which would say to which format to cast.
         """
         if default_quantizer is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What feature classes of other programs import from here."""
+"""Helpers that feature classes of other programs import from here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def next_enabled_iter(
         start_step: the first iteration; None is 0.
         end_step: the last iteration; None and negative numbers are no end.
         start_end_list: first and last iterations of several intervals, in place of the two above.
-        freq: it runs where this divides the iteration.
-        iteration: the current one.
+        freq: the schedule runs in iterations that are divisible by this number.
+        iteration: the current iteration.
 
     Returns:
-        `(runs now, next)`; None if it never runs again.
+        `(runs now, next)`; `next` is None if the schedule never runs again.
 
     Raises:
-        ValueError: `freq` below 1.
+        ValueError: `freq` is below 1.
 
     >>> next_enabled_iter(2, 6, None, 2, 4), next_enabled_iter(2, 6, None, 2, 6)
     ((True, 6), (True, None))
