@@ -1,4 +1,8 @@
-"""Plans for the tensors of a layer, made from the answers of its features to routing calls."""
+"""Plans for the tensors of a layer, made from the answers of features to routing calls.
+
+A side of a tensor is one of its two operands, row-wise or column-wise. For each side, `Plan` says
+whether the quantizer of the recipe or `modify_tensor` of a feature makes it, or nobody casts it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from transformer_engine.debug.names import NAMESPACE, OPERANDS, ROUTING_CALLS, T
 
 
 class Plan(Enum):
-    """How one side of a tensor becomes an operand of its GEMM; the debug log has the values."""
+    """How one side of a tensor becomes an operand of a GEMM; the debug log shows the values."""
 
     FP8 = "FP8 quantization"
     HIGH_PRECISION = "High precision"
@@ -22,7 +26,7 @@ class Plan(Enum):
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How one tensor of a layer is made and inspected; both sides of a result are the same."""
+    """How one tensor of a layer is made and inspected. A result of a GEMM has equal sides."""
 
     tensor: GemmTensor
     rowwise: Plan
@@ -30,11 +34,11 @@ class TensorPlan:
     inspect: bool
     inspect_rowwise: bool
     inspect_columnwise: bool
-    statistics: tuple[Any, ...] = ()  # the features that request built-in statistics of it
+    statistics: tuple[Any, ...] = ()  # features that request built-in statistics of the tensor
 
     @property
     def modifies(self) -> bool:
-        """Whether a feature replaces either side."""
+        """Whether a feature replaces a side of the tensor."""
         return Plan.MODIFY in (self.rowwise, self.columnwise)
 
     @property
@@ -60,7 +64,7 @@ class LayerPlan:
     layer: str
     fp8: bool  # the recipe casts operands to FP8
     tensors: dict[str, TensorPlan]
-    next_iteration: int | None  # the first at which a decision may differ
+    next_iteration: int | None  # the first iteration at which a decision may differ
 
     @property
     def active(self) -> bool:
@@ -83,15 +87,15 @@ class Planner:
     layer: str
     fp8: bool  # the recipe casts operands to FP8
     iteration: int
-    gemms_in_blocks: Sequence[str] = ()  # that run on operands with scales of blocks
-    next_iteration: int | None = None  # the first at which an answer may differ
+    gemms_in_blocks: Sequence[str] = ()  # GEMMs whose operands have a scale for each block
+    next_iteration: int | None = None  # the first iteration at which an answer may differ
 
     def plan(self) -> LayerPlan:
         """Ask about every tensor.
 
         Raises:
-            ValueError: a feature casts one operand of a GEMM with one scale, the recipe the other
-                one in blocks.
+            ValueError: for a GEMM, a feature casts one operand with a single scale, and the recipe
+                casts the other one with a scale for each block.
         """
         tensors = {tensor.name: self._tensor(tensor) for tensor in TENSORS}
         for gemm in self.gemms_in_blocks:
@@ -111,12 +115,12 @@ class Planner:
         else:
             plans = [self._side(tensor, gemm) for gemm in gemms]
             after = [p is Plan.MODIFY and ask_after(g) for p, g in zip(plans, gemms, strict=True)]
-        # A side in high precision has no operand of its own to inspect.
+        # A side in high precision is the tensor itself, which `inspect_tensor` shows.
         after = [a and p is not Plan.HIGH_PRECISION for a, p in zip(after, plans, strict=True)]
         return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[-1], statistics)
 
     def _calls_for(self, tensor: GemmTensor) -> bool:
-        """Whether a feature that answered yes is to be called."""
+        """Whether a feature that answered yes must be called, because kernels do not serve it."""
         target = (self.layer, tensor.name, None)
         active = self.manager.active(self.iteration, NAMESPACE, "inspect_tensor", *target)
         return not all(taken_by_kernels(routed.feature) for routed in active)
@@ -159,7 +163,7 @@ class Planner:
         )
 
     def _check_scales(self, gemm: str, plans: Mapping[str, TensorPlan]) -> None:
-        """Refuse a GEMM of an operand with one scale and one in blocks, before anything runs."""
+        """Refuse a GEMM of an operand with a single scale and one with block scales."""
         sides = {
             tensor: plans[tensor.name].rowwise
             if tensor.rowwise == gemm
@@ -190,9 +194,9 @@ class Planner:
 
 
 def taken_by_kernels(feature: Any) -> bool:
-    """Whether a feature wants built-in statistics alone, for which layers do not call it.
+    """Whether a feature only requests built-in statistics: kernels take them without calling it.
 
-    Subclasses that define one of the calls anew are called.
+    A subclass that overrides `inspect_tensor` or `inspect_tensor_enabled` is called.
     """
     kind = type(feature)
     built_in = next((c for c in kind.__mro__ if "built_in_statistics" in vars(c)), None)
@@ -209,7 +213,7 @@ def _has(routed: Any, attribute: str) -> bool:
 def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str | None:
     """Return the name of a feature of the layer that a compiled or captured graph cannot call.
 
-    With `by_kernels`, features of built-in statistics need no call: kernels take them.
+    With `by_kernels`, features that only request built-in statistics do not count.
     """
     for tensor in TENSORS:
         for gemm in (tensor.rowwise, tensor.columnwise):

@@ -1,4 +1,8 @@
-"""Quantizers that let features look at a tensor or replace it."""
+"""Quantizers that let features look at a tensor or replace it.
+
+An `InspectedQuantizer` wraps the quantizer of an operand, an `InspectedResult` that of the result
+of a GEMM. The `Inspector` puts them into the plan of a call if a feature is due in the iteration.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tens
 
 
 class _Modified(Operands):
-    """Operands, and the tensors that features returned for them, by GEMM; cached for weights."""
+    """Operands, and by GEMM the tensors that features returned for them; cached for weights."""
 
     __slots__ = ("made",)
 
@@ -39,8 +43,8 @@ class _Modified(Operands):
 class InspectedQuantizer(WrappingQuantizer):
     """Makes the operands of an inspected tensor.
 
-    Sides that no feature modifies are cast by the wrapped quantizer, also in fused kernels, so that
-    inspecting changes no bit. Operands in high precision have `dtype`.
+    The wrapped quantizer casts the sides that no feature modifies, also in fused kernels, so that
+    inspection does not change a bit of them. Operands in high precision have the dtype `dtype`.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class InspectedQuantizer(WrappingQuantizer):
     ) -> None:
         assert plan.tensor.columnwise is not None
         self.statistics: TensorStatistics | None = None
-        if isinstance(inner, StatisticsQuantizer):  # its statistics are taken of the final operands
+        if isinstance(inner, StatisticsQuantizer):  # statistics are taken from the final operands
             self.statistics, inner = inner.statistics, inner.inner
         self.inner = inner
         self.rounds_once = inner.rounds_once
@@ -60,7 +64,7 @@ class InspectedQuantizer(WrappingQuantizer):
 
     @property
     def cache_key(self) -> Hashable:
-        """Cached operands are reused only with the same quantizer and the same plans."""
+        """Cached operands are valid for the same quantizer and the same plans of both sides."""
         return (self.inner.cache_key, self.plan.rowwise, self.plan.columnwise)
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
@@ -71,12 +75,12 @@ class InspectedQuantizer(WrappingQuantizer):
         return again
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of the wrapped quantizer, and rows of statistics."""
+        """The tensors of the wrapped quantizer, and the rows of statistics."""
         rows = () if self.statistics is None else self.statistics.persistent_tensors()
         return (*self.inner.persistent_tensors(), *rows)
 
     def inner_request(self, request: OperandRequest) -> OperandRequest:
-        """Request of the wrapped quantizer the sides that are cast as in the recipe."""
+        """The request to the wrapped quantizer: the sides that the recipe casts."""
         rowwise = request.rowwise and self.plan.rowwise is Plan.FP8
         columnwise = request.columnwise and self.plan.columnwise is Plan.FP8
         quantizer = self.inner if rowwise or columnwise else IDENTITY
@@ -87,21 +91,21 @@ class InspectedQuantizer(WrappingQuantizer):
         return self.padded(x, 0, request)
 
     def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
-        """Do what `operands` does; features do not see the padding."""
+        """As `operands`, with padding, which features do not see."""
         return self._finish(x, self._cast(x, padding, request), request, padding)
 
     def refreshed(
         self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
     ) -> Operands:
-        """Do what `operands` does; features write into row-wise tensors that they returned before.
+        """As `operands`, but features write into the row-wise tensor that they returned before.
 
-        Not into column-wise ones, which a backward may still have to read.
+        They do not write into a column-wise tensor, which an earlier backward may still read.
         """
         outs = cached.made if isinstance(cached, _Modified) else {}
         return self._finish(x, self._cast(x, 0, request), request, 0, outs)
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
-        """Do what `operands` does for a weight kept in FP8: features get it dequantized."""
+        """As `operands`, for a weight that is kept in FP8: features get it dequantised."""
         x = dequantize(weight.codes, weight.format, weight.scales, dtype)
         inner, columnwise = self.inner_request(request), None
         if inner.columnwise:
@@ -133,14 +137,14 @@ class InspectedQuantizer(WrappingQuantizer):
         if not (isinstance(cast.rowwise, Fp8Matrix) or isinstance(cast.columnwise, Fp8Matrix)):
             self.inner.record_amax(x)
         if request.bias_grad is not None and bias_grad is None and plan.modifies:
-            # The bias gradient is the sum of the gradient that came, not of the modified one.
+            # The bias gradient is the sum of the original gradient, not of the modified one.
             bias_grad = bias_gradient(x, request.bias_grad)
         result = _Modified(None, None, bias_grad)
         seen: list[torch.Tensor | None] = [None, None]
         quantized = None
         if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
             quantized = _as_tensor(x, cast, self.inner.public())
-        # Column-wise first: the documented order of calls.
+        # The documented order of calls is column-wise, then row-wise.
         if request.columnwise:
             result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
         if request.rowwise:
@@ -193,7 +197,7 @@ class InspectedQuantizer(WrappingQuantizer):
 
 
 class InspectedResult(Quantizer):
-    """Lets features modify and inspect the result of a GEMM; `inner` takes its statistics."""
+    """Lets features modify and inspect the result of a GEMM; `inner` takes statistics of it."""
 
     def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
         self.inner = inner
@@ -201,7 +205,7 @@ class InspectedResult(Quantizer):
         self.calls = calls
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of the wrapped quantizer."""
+        """The tensors of the wrapped quantizer."""
         return self.inner.persistent_tensors()
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +226,7 @@ def _as_tensor(
 ) -> QuantizedTensor | None:
     """Return the operands of `x` as a quantized tensor without padding; None if none is in FP8.
 
-    `quantizer` is the public one, which the tensor refers to.
+    `quantizer` is the public quantizer, which becomes an attribute of the tensor.
     """
     rows, cols = rows_of(x), x.shape[-1]
     rowwise = _resized_side(cast.rowwise, rows, cols)
@@ -242,7 +246,7 @@ def _matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matri
     """Return one side of a feature's tensor as an operand, with `padding` tokens of zeros added.
 
     Raises:
-        ValueError: the tensor lacks that side.
+        ValueError: the tensor does not have that side.
     """
     side = tensor.side(columnwise)
     if side is None:

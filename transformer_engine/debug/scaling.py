@@ -1,4 +1,4 @@
-"""Casts whose scale comes from an amax and a margin."""
+"""Casts to FP8 whose scale is computed from an amax and a margin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.tensor import Float8Tensor
 def scales_with_margin(largest: torch.Tensor, format: int, margin: int) -> torch.Tensor:
     """Return fp32 `[2]` = {1/scale, scale} with scale = fp8_max / (amax * 2^margin).
 
-    An amax of 0 or Inf gives scale 1; NaN is not counted.
+    If the amax is 0 or Inf, the scale is 1. An amax does not count NaN.
     """
     return current_scales(largest * 2.0**margin, format, False, 0.0)
 
@@ -28,7 +28,7 @@ def cast(
         largest: amax of `x`, or of the tensor that `x` is a shard of, fp32 `[1]`.
         format: value of `DType`.
         margin: see `scales_with_margin`.
-        columnwise: make the transposed codes too.
+        columnwise: whether to make the transposed codes, too.
     """
     scales = scales_with_margin(largest, format, margin)
     codes, transposed, _, _ = quantize(x, format, None, None, scales, True, columnwise, None)
@@ -39,7 +39,7 @@ def cast(
 def fake_quantize(
     x: torch.Tensor, largest: torch.Tensor, format: int, margin: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Round `x` to values of FP8 and return a plain tensor of `dtype`; arguments as of `cast`."""
+    """Round `x` to FP8 values; return a plain tensor of `dtype`. Arguments are those of `cast`."""
     scales = scales_with_margin(largest, format, margin)
     codes, _, _, _ = quantize(x, format, None, None, scales, True, False, None)
     assert codes is not None

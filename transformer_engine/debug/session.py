@@ -19,7 +19,7 @@ _NEVER_STEPPED = (
 
 
 class SessionListener:
-    """Told when sessions begin, step and end; subscribed once, when this module is imported."""
+    """The listener of sessions, subscribed once, when this module is imported."""
 
     def __init__(self) -> None:
         self.weights_over_tp_group = True
@@ -50,7 +50,7 @@ class SessionListener:
         process_state().inspector = None
         lost = manager.statistics.taking() and not manager.statistics.stepped
         manager.statistics.end()
-        if lost and not hasattr(sys, "last_value"):  # an exception ends the program
+        if lost and not hasattr(sys, "last_value"):  # unless an exception ends the program
             manager.log_message(_NEVER_STEPPED, level=logging.WARNING)
         if manager.statistics.cost.steps:
             manager.log_message(str(manager.statistics.cost))
@@ -64,7 +64,7 @@ def collector() -> Collector:
     """Return the collector of the running session.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no session is running.
     """
     manager: Any = api.DEBUG_MANAGER
     if manager is None:

@@ -26,11 +26,11 @@ _PURPOSE = "amax"
 class SharedAmax:
     """Reduces amaxes over process groups, for one session.
 
-    Before the first reduction of a tensor its ranks compare their names of it, so that ranks which
-    are at different tensors get an error instead of a wrong amax.
+    Before the first reduction of a tensor, the ranks compare the description of the tensor, so that
+    ranks that reduce different tensors get an error instead of a wrong amax.
 
     Args:
-        config: digest of the configuration.
+        config: digest of the configuration, which must be the same on all ranks.
     """
 
     def __init__(self, config: int) -> None:
@@ -40,7 +40,7 @@ class SharedAmax:
         self._known: set[tuple[Any, str]] = set()
 
     def of(self, x: torch.Tensor, what: str, groups: tuple[Any, ...]) -> torch.Tensor:
-        """Return the amax over all groups, fp32 `[1]`; all of their ranks must call.
+        """Return the amax over all groups, fp32 `[1]`; all ranks of these groups must call.
 
         Args:
             x: fp32, fp16 or bf16, contiguous; may be empty on some ranks.
@@ -85,7 +85,8 @@ def groups_of(tensor: str, tp_group: Any, tp_size: int | None) -> tuple[Any, ...
     """Return the groups over which features that modify a tensor reduce its amax.
 
     These are the tensor parallel group of the layer and, except for weights, the reduction group if
-    one was set: its ranks have copies of a weight. Groups of one rank are left out.
+    one was set. (The ranks of a reduction group have copies of a weight, with equal amaxes.) Groups
+    of one rank are left out, and the tensor parallel group if the reduction group contains it.
     """
     wanted = []
     if tp_group is not None and (tp_size or 1) > 1:

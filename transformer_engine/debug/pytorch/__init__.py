@@ -1,1 +1,1 @@
-"""Names of the debugger that programs import from here."""
+"""Public names of the debugger that programs import from this package."""

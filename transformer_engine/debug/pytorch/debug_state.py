@@ -13,7 +13,7 @@ class _Readable(type):
 
 
 class TEDebugState(metaclass=_Readable):
-    """What programs ask about the debugger.
+    """The state of the debugger, for programs.
 
     >>> TEDebugState.debug_enabled
     False

@@ -18,17 +18,17 @@ Asks = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One row: `row` float64 `[16]`, `active` int32 `[1]`, both views of its chunk.
+    """One row: `row` float64 `[16]`, `active` int32 `[1]`, both views of memory of a chunk.
 
     Attributes:
-        position: index in the buffer.
+        position: index of the row in the buffer.
         kind: layout of the row.
-        asks: what is read from the row after this iteration: pairs of a name in the logs and a
-            statistic. Decided before the iteration begins.
-        fed: the row was handed out in this iteration.
-        scales_only: it was fed with scales alone.
-        always_scales: a captured graph feeds it with scales alone.
-        numel: elements of a weight; zero for tensors that accumulate.
+        asks: statistics to read from the row after this iteration: pairs of the name in the logs
+            and the statistic. They are decided before the iteration begins.
+        fed: whether a kernel got the row in this iteration.
+        scales_only: whether only scales were merged into the row in this iteration.
+        always_scales: whether a captured graph merges only scales into the row.
+        numel: number of elements of a weight; 0 for other tensors, whose rows accumulate.
     """
 
     position: int
@@ -48,7 +48,7 @@ class Slot:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device without waiting for it."""
+    """Copy a host tensor to a device without waiting for the device."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
@@ -65,7 +65,7 @@ class _Chunk:
 
 
 class DeviceBuffer:
-    """Slots on one device; see the module's docstring."""
+    """The slots on one device; see the docstring of this file."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,9 +73,9 @@ class DeviceBuffer:
         self.captured = False  # a graph may hold addresses of rows and flags
         self._chunks: list[_Chunk] = []
         self._flags: list[bool] = []
-        self._free: list[int] = []  # positions
+        self._free: list[int] = []  # positions that a new slot may take
 
-    @torch.inference_mode(mode=False)  # rows are also written outside of inference mode
+    @torch.inference_mode(mode=False)  # kernels also write rows outside of inference mode
     def slot(self, kind: Kind) -> Slot:
         """Return a new slot with an empty row.
 
@@ -94,7 +94,7 @@ class DeviceBuffer:
             rows[at].copy_(chunk.neutral[kind])
         slot = Slot(position, kind, chunk.rows[at], chunk.active[at : at + 1])
         self.slots[position] = slot
-        self._flags = []  # the new slot has none yet: `refresh` copies all of them
+        self._flags = []  # `refresh` must copy them, because the new slot has no flag yet
         return slot
 
     def _grow(self) -> int:
@@ -110,13 +110,13 @@ class DeviceBuffer:
         chunk.rows[at].copy_(chunk.empty[at])
 
     def free(self, slot: Slot) -> None:
-        """Let a later slot reuse the row; statistics read from it have been copied already."""
+        """Let a later slot reuse the row, which `take` has copied already."""
         self._free.append(slot.position)
 
     def refresh(self) -> None:
         """Copy the flags of due slots to the device, if they have changed: one copy per chunk.
 
-        Flags are kept up to date even before a graph exists, since a capture cannot copy them.
+        Flags are kept up to date even before a graph exists, because a capture cannot copy them.
         """
         flags = [slot.due for slot in self.slots]
         if flags == self._flags:
@@ -134,7 +134,7 @@ class DeviceBuffer:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def close(self) -> None:
-        """End the session; captured graphs go on reading flags, which are zero from now on."""
+        """End the session; captured graphs may still read flags, which are zero from now on."""
         if self.captured:
             self.refresh()
             _KEPT_FOR_GRAPHS.extend(self._chunks)

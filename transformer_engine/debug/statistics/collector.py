@@ -1,4 +1,9 @@
-"""`Collector`: takes, reduces and logs all built-in statistics of a session."""
+"""`Collector`: takes, reduces and logs all built-in statistics of a session.
+
+In an iteration, kernels merge the moments of tensors into rows on the device. `step` copies these
+rows, resets them, gathers rows that ranks share by one collective for each group, and starts a copy
+to the host. It does not wait for that copy: a later `step`, or `drain`, logs it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls
     from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 
-_Key = tuple[str, str, torch.device]  # layer, tensor, where it is
+_Key = tuple[str, str, torch.device]  # layer, tensor, device of the tensor
 _MOST_PENDING = 64  # copies in flight before `step` waits for the oldest one
 
 
@@ -41,7 +46,7 @@ _collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Called in forked children: threads that they do not have may hold the locks."""
+    """Called in forked children: a thread that does not exist there may hold a lock."""
     for one in _collectors:
         one._lock = threading.RLock()
 
@@ -51,7 +56,7 @@ os.register_at_fork(after_in_child=_forked)
 
 @dataclass
 class CostCounter:
-    """What inspecting has cost so far."""
+    """What the statistics have cost so far."""
 
     steps: int = 0
     bytes: int = 0
@@ -66,10 +71,10 @@ class CostCounter:
 
 
 class Collector:
-    """Built-in statistics of one session.
+    """The built-in statistics of one session.
 
     Args:
-        manager: of the session.
+        manager: the `DebugManager` of the session.
         weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
     """
 
@@ -81,9 +86,9 @@ class Collector:
         self.weights_over_tp_group = weights_over_tp_group
         self.shared_amax = SharedAmax(digest(str(manager.config_hash)))
         self._tensors: dict[_Key, TensorStatistics | None] = {}
-        # Modules that a tensor belongs to; those of hooks called by hand have none.
+        # The modules of a tensor. A tensor that the program passes to a feature itself has none.
         self._owners: dict[_Key, weakref.WeakSet[torch.nn.Module]] = {}
-        self._tensors_checked = 0  # how many there were when `_forget` last looked for dead modules
+        self._tensors_checked = 0  # len(_tensors) when `_forget` last looked
         self._buffers: dict[torch.device, DeviceBuffer] = {}
         self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
@@ -104,11 +109,11 @@ class Collector:
 
         Args:
             layer: name of the layer.
-            tensor: which of its tensors.
-            device: where it is.
-            tp_group: tensor parallel group of the layer, None without.
-            tp_size: its size.
-            replicated: all ranks of that group have the same tensor, which is counted once.
+            tensor: name of the tensor.
+            device: device of the tensor.
+            tp_group: tensor parallel group of the layer; None if it has none.
+            tp_size: number of ranks of `tp_group`.
+            replicated: all ranks of `tp_group` have the same tensor, which counts once.
         """
         key = (layer, tensor, device)
         if key in self._tensors:
@@ -126,11 +131,11 @@ class Collector:
     def of_call(
         self, feature: Any, layer: str, tensor: str, device: torch.device, *ranks: Any
     ) -> TensorStatistics | None:
-        """Return the statistics that a call of a feature feeds.
+        """Return the statistics to which a call of a feature adds a tensor.
 
-        None for a subclass of a built-in feature beside one whose statistics kernels take: these
-        are the same statistics, and the tensor counts once. `ranks` are the tensor parallel group
-        and its size.
+        Returns None for a subclass of a built-in feature if a built-in feature is due for the same
+        tensor: both share these statistics, and kernels have added the tensor already. `ranks` are
+        the tensor parallel group and its size.
         """
         if not taken_by_kernels(feature):
             target = (layer, tensor, None)
@@ -140,7 +145,7 @@ class Collector:
         return self.tensor(layer, tensor, device, *ranks)
 
     def _share(self, tensor: TensorStatistics, tp_group: Any, replicated: bool) -> None:
-        """Note that other ranks have shards or copies of a tensor."""
+        """Store which ranks have copies of a tensor, or how to get the amax of all its shards."""
         if group_or_world_size(tp_group) == 1:
             return
         tensor.replicas = ranks_of(tp_group) if replicated else ()
@@ -166,7 +171,7 @@ class Collector:
         return made
 
     def _skip(self, layer: str, tensor: str, reason: str) -> None:
-        """Log that a tensor has no statistics, and warn once per reason."""
+        """Log that a statistic of a tensor cannot be taken, and warn once for each reason."""
         text = f"Skipping stats collection for layer {layer}, tensor {tensor}: {reason}"
         self.manager.log_message(text)
         if reason not in self._reasons:
@@ -185,12 +190,12 @@ class Collector:
 
         Args:
             inner: the quantizer.
-            calls: which tensor it is.
-            features: not used here: the routing knows them.
-            owner: module of the tensor. When all owners have been deleted, `step` drops it.
+            calls: names the layer and the tensor.
+            features: not used: `subscriptions` asks the manager for them.
+            owner: module of the tensor. When all owners have been deleted, `step` drops the tensor.
 
         Returns:
-            The wrapped quantizer, None if nothing is due; and the next iteration at which that may
+            The wrapped quantizer, None if nothing is due; and the next iteration at which this may
             change, None for never.
         """
         name, device = calls.tensor.name, calls.device
@@ -209,7 +214,7 @@ class Collector:
         return StatisticsQuantizer(inner, found, captured), following
 
     def subscriptions(self, layer: str, tensor: str) -> list[Subscription]:
-        """Return what all sections of the configuration request of a tensor, in file order."""
+        """Return what all sections of the configuration request for a tensor, in file order."""
         found: list[Subscription] = []
         for routed in self.manager.route(NAMESPACE, layer, "inspect_tensor", tensor):
             if getattr(routed.feature, "built_in_statistics", False):
@@ -232,8 +237,8 @@ class Collector:
     def _forget(self) -> None:
         """Drop the tensors of deleted modules, so that programs may create layers in every step.
 
-        Tensors that ranks reduce stay, because ranks delete modules at different times. So do those
-        whose rows a captured graph may use.
+        Tensors whose rows are reduced over ranks stay, because ranks delete modules at different
+        times. Tensors whose rows a captured graph may use stay, too.
         """
         if len(self._tensors) == self._tensors_checked:  # no layer is new
             return
@@ -255,7 +260,7 @@ class Collector:
         return any(tensor.due for tensor in self._live())
 
     def discard(self) -> None:
-        """Drop what was taken in this iteration so far."""
+        """Drop the statistics that were taken in this iteration so far."""
         with self._lock:
             for buffer in self._buffers.values():
                 buffer.take()
@@ -265,7 +270,7 @@ class Collector:
         """End an iteration: start the copy of its rows, and log rows of earlier ones.
 
         Raises:
-            RuntimeError: the ranks of a group look at different tensors.
+            RuntimeError: the ranks of a group take statistics of different tensors.
         """
         start = time.perf_counter()
         self.stepped = True
@@ -320,7 +325,7 @@ class Collector:
     def _log(self, keep: int) -> None:
         """Log finished copies, after waiting until at most `keep` are unfinished.
 
-        An error of a logger is raised when all of them are logged.
+        An error of a logger is raised after all copies have been logged.
         """
         finished = self._finished(keep)
         run_all(functools.partial(self.manager.log_statistics, *one) for one in finished)
@@ -344,7 +349,7 @@ class Collector:
             self._log(keep=0)
 
     def end(self) -> None:
-        """End the session: log what is left, and stop captured graphs from writing rows."""
+        """End the session: log the remaining rows, and keep captured graphs from writing rows."""
         try:
             self.drain()
         finally:

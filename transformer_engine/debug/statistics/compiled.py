@@ -1,8 +1,9 @@
 """Statistics in compiled graphs, taken by operators of the graph.
 
-A graph is traced once and runs in many iterations. It has an operator for every tensor of which
-statistics may be due in any iteration. The operator finds its tensor by a name and decides what is
-due when it runs, as in eager mode; in a CUDA graph, flags on the device decide (see `buffer`).
+A graph is traced once and runs in many iterations. It has an operator for every tensor whose
+statistics may be due in some iteration. When the operator runs, it looks up its `Feed` by a name
+and decides which statistics are due, as in eager mode. In a CUDA graph, flags on the device decide
+(see `buffer`).
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ def _parts(side: Side | None) -> Parts:
 
 
 class TracedStatistics(WatchingQuantizer):
-    """Adds an operator that takes statistics."""
+    """Adds an operator to the traced graph that takes statistics of the tensor."""
 
     def __init__(self, inner: Quantizer, feed: str) -> None:
         super().__init__(inner)
         self.feed = feed
 
     def inner_request(self, request: OperandRequest) -> OperandRequest:
-        """The same request, of the wrapped quantizer."""
+        """The same request, to the wrapped quantizer."""
         return OperandRequest(self.inner, request.rowwise, request.columnwise, request.bias_grad)
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
@@ -115,7 +116,7 @@ class TracedStatistics(WatchingQuantizer):
     def look(
         self, x: torch.Tensor | None, rowwise: Side | None = None, columnwise: Side | None = None
     ) -> None:
-        """Add the operator, for a tensor or its operands."""
+        """Add the operator, for a tensor and its operands."""
         show_to_inspector(x, *_parts(rowwise), *_parts(columnwise), self.feed)
 
     def __repr__(self) -> str:
@@ -126,14 +127,14 @@ class LayerInGraph(NamedTuple):
     """Facts about a layer that are constants of a graph.
 
     Attributes:
-        layer: its name.
-        device: of its parameters.
-        dtype: of activations.
+        layer: name of the layer.
+        device: device of the parameters.
+        dtype: dtype of activations.
         session: name of the session for which the graph is traced.
-        evaluating: nothing is trained by its calls.
+        evaluating: calls of the layer are evaluation, not training.
         tp_group: tensor parallel group of the layer.
-        tp_size: its size.
-        replicated: names of the tensors that are the same on all ranks of that group.
+        tp_size: number of ranks of `tp_group`.
+        replicated: names of the tensors that are the same on all ranks of `tp_group`.
     """
 
     layer: str

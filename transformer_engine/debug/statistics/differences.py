@@ -1,4 +1,8 @@
-"""Compares what the ranks of a reduction group are about to merge, and words the differences."""
+"""Compares what the ranks of a reduction group are about to merge, and describes differences.
+
+`differ` and `explain` are the judges of meetings (`parallel.meeting`): the first rank of the group
+calls them with the facts of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from transformer_engine.pytorch.parallel.agreement import differences, mismatch
 from transformer_engine.pytorch.parallel.meeting import Facts, listed
 
-Row = tuple[str, ...]  # device, layer, tensor, source of the slot
+Row = tuple[str, ...]  # type of device, layer, tensor, source of the slot
 ADVICE = (
     "ranks that run different layers (pipeline stages) or have different configurations need "
     "reduction groups of their own: debug_api.set_tensor_reduction_group(group); a layer that has "
@@ -24,13 +28,14 @@ class RankFacts:
     """What one rank is about to merge.
 
     Attributes:
-        group: the ranks of its reduction group.
-        name: of that group; "" of all ranks.
-        config: digest of its configuration.
-        sections: of that configuration.
+        group: the ranks of the reduction group of this rank.
+        name: name of the reduction group; "" if it is the group of all ranks.
+        config: digest of the configuration of this rank.
+        sections: names of the sections of that configuration.
         iteration: the iteration that ends.
-        digests: digest of the rows of each group of ranks, including the reduction group.
-        rows: the rows, sent only after digests were found to differ.
+        digests: for each group that merges rows, the digest of the names of its rows; the key is
+            that of `key_of`.
+        rows: for each group, the names of its rows; sent only if digests differ.
         layers: names of the layers of the rank, whether or not they have run.
     """
 
@@ -51,7 +56,7 @@ class RankFacts:
 def differ(posts: Mapping[int, Facts]) -> Facts:
     """Judge whether ranks differ in anything; the verdict of a `Meeting`.
 
-    Ranks with different groups cannot meet a second time, so they get an `error` at once.
+    Ranks that have different groups cannot meet a second time, so they get an `error` at once.
     """
     found = {rank: RankFacts(**facts) for rank, facts in posts.items()}
     if len({(facts.name, *facts.group) for facts in found.values()}) > 1:
@@ -65,10 +70,10 @@ def differ(posts: Mapping[int, Facts]) -> Facts:
 
 
 def explain(posts: Mapping[int, Facts]) -> Facts:
-    """Word how ranks differ: a verdict with an `error`, or with the `rows` of each rank.
+    """Describe how ranks differ: a verdict with an `error`, or with the `rows` of each rank.
 
-    If nothing but rows differs and every rank has the layers of the rows that it lacks, training
-    goes on with the union of all rows, and there is no error.
+    If only the rows of the reduction group differ, and every rank has the layers of the rows that
+    it lacks, there is no error: training continues with the union of all rows.
     """
     found = {rank: RankFacts(**facts) for rank, facts in posts.items()}
     sessions = _of_sessions(found)
@@ -93,7 +98,7 @@ def _keys(found: Mapping[int, RankFacts]) -> list[str]:
 
 
 def _can_learn(facts: RankFacts, own: Iterable[Row], lacking: Iterable[Row]) -> bool:
-    """Whether a rank has the layers of the rows that it lacks; it cannot know a weight's group."""
+    """Whether a rank has the layers of the rows that it lacks; rows of weights it cannot add."""
     layers = {*facts.layers, *(row[1] for row in own)}
     return all(
         tensor != "weight" and (layer in layers or layer.rpartition(".")[0] in layers)
@@ -108,7 +113,7 @@ def _of_key(found: Mapping[int, RankFacts], key: str) -> bool:
 
 
 def _of_sessions(found: Mapping[int, RankFacts]) -> str:
-    """Word the differences in group, configuration and iteration; "" if there are none."""
+    """Describe differences in group, configuration and iteration; "" if there are none."""
     return differences({rank: _said(facts) for rank, facts in found.items()})
 
 
@@ -121,7 +126,7 @@ def _said(facts: RankFacts) -> dict[str, str]:
 
 
 def _names(found: Mapping[int, RankFacts], key: str) -> str:
-    """Word which tensors of a group are inspected on some of its ranks only."""
+    """Describe which tensors are inspected only on some ranks of a group."""
     members = [r for r in map(int, key.split(",")) if r in found]
     where: dict[tuple[str, str], list[int]] = {}
     for rank in members:

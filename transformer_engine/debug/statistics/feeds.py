@@ -1,4 +1,9 @@
-"""Prepares tensors and their FP8 operands for the kernels that take statistics."""
+"""Prepares tensors and their FP8 operands for the kernels that take statistics.
+
+`cast` returns an object whose method `into` merges the statistics of a cast into a row: `Cast` if
+the tensor has a single scale, `BlockCast` if it has a scale for each block, and `Scales` if the
+tensor in high precision is not known.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +32,20 @@ from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
-_ROUNDINGS = 1 + 2.0**-22  # of a scale, as in `overflow_limit` of csrc/core/moments.h
-MX = "mxfp8"  # never the recipe in use: its statistics are of a cast made for them alone
+_ROUNDINGS = 1 + 2.0**-22  # rounding errors of a scale, see `overflow_limit` in core/moments.h
+MX = "mxfp8"  # never the recipe in use: its cast is always made for statistics alone
 Amax = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TensorName:
-    """Which tensor statistics are taken of.
+    """The tensor of which statistics are taken.
 
     Attributes:
-        layer: name of its layer.
-        tensor: which one of that layer.
-        amax: computes the amax over all ranks that have a shard; None if the tensor is whole.
+        layer: name of the layer.
+        tensor: name of the tensor in the layer.
+        amax: computes the amax over all ranks that have a shard of the tensor; None if this rank
+            has the whole tensor.
     """
 
     layer: str
@@ -58,7 +64,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Tensor | None) -> None:
-    """Raise element 1 of a blocks row to the largest dynamic range of a block of `x`."""
+    """Merge the largest dynamic range of a block of `x` into a row of kind `BLOCKS`."""
     magnitudes = plain(x).reshape(-1, x.shape[-1] if x.ndim else 1).abs().float()
     ranges = [_largest_range(magnitudes, source)]
     if source.both:
@@ -70,7 +76,8 @@ def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Ten
 def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
     """Return the largest dynamic range (log2 of max over non-zero min) of a block, float64.
 
-    Where blocks do not divide the tensor, the last ones are smaller: zeros do not count.
+    If blocks do not divide the tensor, it is padded with zeros, which do not count: the effect is
+    that of smaller blocks at the end.
     """
     side = source.block
     if not magnitudes.numel():
@@ -92,7 +99,7 @@ def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor and its codes, in the same order of elements."""
+    """A tensor and its codes, with elements in the same order."""
 
     x: torch.Tensor
     codes: torch.Tensor
@@ -100,7 +107,7 @@ class Cast:
     format: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge the statistics of the cast into a casts row, squared errors if requested."""
+        """Merge the statistics into a row of kind `CASTS`; squared errors only if requested."""
         fields = row[:CAST_MOMENTS_FIELDS]
         cast_moments(self.x, self.codes, self.scales, self.format, fields, active, squared_error)
 
@@ -117,7 +124,7 @@ class Scales:
     matrix: Fp8Matrix
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge the scales, and the count of elements, into a casts row."""
+        """Merge the scales, and the number of elements, into a row of kind `CASTS`."""
         matrix = self.matrix
         inverses = matrix.layout.spread(matrix.scales, *matrix_shape(matrix.codes.shape)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
@@ -139,7 +146,7 @@ class BlockCast:
     element: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge the statistics of the cast into a casts row; fields as in `CastMoments`."""
+        """Merge the statistics into a row of kind `CASTS`; the fields are those of `CastMoments`."""
         values = self.codes.contiguous().view(TORCH_FP8[self.element]).float()
         largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses * _ROUNDINGS
         x = self.x.float()
@@ -167,7 +174,7 @@ def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _merge(
     kind: Kind, fields: Sequence[torch.Tensor], row: torch.Tensor, active: torch.Tensor | None
 ) -> None:
-    """Merge the first fields of a row, float64 scalars, into a slot's row."""
+    """Merge float64 scalars, which are the first fields of a row of this kind, into `row`."""
     found = functional.pad(torch.stack([*fields]), (0, WIDTH - len(fields)))
     kinds = row.new_full((1,), kind, dtype=torch.int64)
     merge_rows(found.view(1, 1, WIDTH), kinds, row.view(1, WIDTH), active)
@@ -180,14 +187,15 @@ def cast(
     quantizer: Any,
     of: TensorName,
 ) -> Cast | BlockCast | Scales | str:
-    """Return what a casts slot is fed with, or the reason why there is nothing.
+    """Return what to merge into a row of kind `CASTS`, or the reason why there is nothing.
 
     Args:
         x: the tensor in high precision, None for a parameter that is kept in FP8.
-        sides: the operand that was made of it for the direction of the source, and the other one.
-        source: of the slot.
-        quantizer: that made the operand.
-        of: which tensor it is.
+        sides: the operand that was made from `x` in the direction of the source, and the operand in
+            the other direction.
+        source: the source of the slot, which names the recipe and the direction.
+        quantizer: the quantizer that made the operands.
+        of: the name of the tensor.
 
     Raises:
         ValueError: a cast by the requested recipe cannot be reproduced from the tensor.
@@ -217,7 +225,7 @@ def cast(
     if matrix.layout.in_blocks:
         return _block_cast(x, matrix, source)
     codes = transpose(matrix.codes) if source.columnwise else matrix.codes
-    if codes.numel() != x.numel():  # rows of zeros, added for the GEMM
+    if codes.numel() != x.numel():  # the codes have rows of zeros at the end, padding for the GEMM
         codes = codes.reshape(-1)[: x.numel()]
     return Cast(x, codes.reshape(x.shape), scale_pair(matrix.scales), matrix.format)
 
@@ -230,14 +238,14 @@ def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
 
 def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast:
     flat = seen_along(x, source.columnwise)
-    rows, cols = flat.shape  # codes may have rows or columns of zeros behind these
+    rows, cols = flat.shape  # codes may have further rows or columns of zeros
     codes = matrix.codes.view(matrix_shape(matrix.codes.shape))[:rows, :cols]
     inverses = matrix.layout.spread(matrix.scales, rows, cols)
     return BlockCast(flat, codes, inverses, matrix.element)
 
 
 def _what_if(source: Source, quantizer: Any, of: TensorName) -> Fp8Quantizer:
-    """Return a quantizer of a recipe that is not in use."""
+    """Return a quantizer of the requested recipe, which is not the recipe in use."""
     rules = rules_named(source.recipe)
     format = getattr(quantizer, "format", -1)
     format = E4M3 if format < 0 else format
@@ -255,7 +263,7 @@ def _what_if(source: Source, quantizer: Any, of: TensorName) -> Fp8Quantizer:
 def _cast_again(
     x: torch.Tensor, source: Source, quantizer: Fp8Quantizer, whole_amax: Amax | None
 ) -> Cast | BlockCast:
-    """Cast a tensor for statistics alone: the layer does not make this cast."""
+    """Cast a tensor only for statistics: the layer does not make this cast."""
     columnwise = source.columnwise and quantizer.layout.in_blocks
     flat = x.view(matrix_shape(x.shape))
     request = OperandRequest(quantizer, not columnwise, columnwise)

@@ -19,16 +19,16 @@ def digest(text: str) -> int:
 
 
 class Layout:
-    """The slots of some tensors, ordered by name rather than by first use.
+    """The slots of some tensors, ordered by name, not by first use, which may differ on each rank.
 
     Attributes:
-        names: of each slot: type of device, layer, tensor, source.
+        names: the name of each slot: type of device, layer, tensor, source.
         kinds: int64 `[slots]`, values of `Kind`.
-        place: index of the row of each slot.
+        place: for each slot, the index of its row in this order.
         digest: hash of the names.
 
     Args:
-        tensors: the slots of which it orders.
+        tensors: the tensors whose slots are ordered.
         ranks: the ranks that merge their rows.
         rank: this rank.
     """
@@ -53,7 +53,7 @@ class Layout:
         for device in dict.fromkeys(device for _, device, _, _ in found):
             own = [slot.position for _, other, slot, _ in found if other == device]
             self._positions[device] = to_device(torch.tensor(own, dtype=torch.int64), device)
-        # Rows of a tensor that several ranks have in full are sent by one of them.
+        # If several ranks have the same tensor, one of them sends its row, the others send empty rows.
         self._left_out = [at for at, (_, _, _, counts) in enumerate(found) if not counts]
         empty = [empty_row(slots[at].kind) for at in self._left_out]
         self._empty = torch.tensor(empty, dtype=torch.float64).view(-1, WIDTH)

@@ -15,11 +15,11 @@ from transformer_engine.debug.statistics.ranks import GroupRows
 from transformer_engine.debug.statistics.rows import read
 from transformer_engine.debug.statistics.subscription import Reading
 
-SCALES = ("scale_inv_min", "scale_inv_max")  # known without the tensor in high precision
+SCALES = ("scale_inv_min", "scale_inv_max")  # can be read without the tensor in high precision
 
 
 class Due(NamedTuple):
-    """What is read for one tensor, in the order of the configuration."""
+    """The statistics to read for one tensor, in the order of the configuration."""
 
     layer: str
     tensor: str
@@ -27,7 +27,7 @@ class Due(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """Statistics of one tensor, ready for the logs; None where the tensor was empty."""
+    """Statistics of one tensor, ready for the logs; a value is None if the tensor was empty."""
 
     layer: str
     tensor: str
@@ -40,8 +40,8 @@ class PendingCopy:
     Args:
         rows: `[slots, 16]`, or `[ranks, capacity, 16]` if gathered, on any device.
         iteration: the iteration that ended.
-        due: what is read from the rows.
-        shared: of gathered rows: their group and layout.
+        due: the statistics to read from the rows.
+        shared: for gathered rows, their group and layout.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PendingCopy:
         return self._event.query()
 
     def _wait_for_ranks(self, group: GroupRows) -> None:
-        """Raise RuntimeError before NCCL's watchdog ends the process without naming a rank."""
+        """Wait; raise RuntimeError before NCCL's watchdog, which names no rank, ends the process."""
         assert self._event is not None
         started, longest = time.monotonic(), 0.8 * group.meeting.timeout.total_seconds()
         while not self._event.query():
@@ -86,7 +86,7 @@ class PendingCopy:
             time.sleep(20e-6)
 
     def statistics(self, of_ranks: Mapping[int, Sequence[Row]] | None = None) -> Iterator[Logged]:
-        """Yield the statistics of every tensor that was fed.
+        """Yield the statistics of every tensor whose rows got values.
 
         Args:
             of_ranks: the rows that each rank has sent, if they are not the same on all.

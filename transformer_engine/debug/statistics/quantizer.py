@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WatchingQuantizer(WrappingQuantizer):
-    """Base of quantizers that cast by `inner` and look at the tensor; results stay the same."""
+    """Base of quantizers that cast by `inner` and look at the tensor without changing results."""
 
     replaces = False
 
@@ -27,7 +27,7 @@ class WatchingQuantizer(WrappingQuantizer):
 
     @property
     def cache_key(self) -> Hashable:
-        """That of the wrapped quantizer: statistics do not change what is cached."""
+        """The key of the wrapped quantizer: statistics do not change what is cached."""
         return self.inner.cache_key
 
     def look(self, x: torch.Tensor) -> None:
@@ -35,19 +35,19 @@ class WatchingQuantizer(WrappingQuantizer):
         raise NotImplementedError
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """Record the amax by the wrapped quantizer, and take statistics."""
+        """Let the wrapped quantizer record the amax, and take statistics."""
         self.inner.record_amax(x)
         self.look(x)
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Take statistics of the result."""
+        """Take statistics of the result of a GEMM."""
         x = self.inner.process_gemm_output(x)
         self.look(x)
         return x
 
 
 class StatisticsQuantizer(WatchingQuantizer):
-    """Feeds the rows of the tensor."""
+    """Takes the statistics that are due for the tensor, in the kernel of the cast if possible."""
 
     def __init__(
         self, inner: Quantizer, statistics: TensorStatistics, captured: bool = False
@@ -62,7 +62,7 @@ class StatisticsQuantizer(WatchingQuantizer):
         return self.statistics.wants_tensor(self.captured)
 
     def inner_request(self, request: OperandRequest, numel: int = 0) -> OperandRequest:
-        """The same request, of the wrapped quantizer, whose kernel takes the moments too."""
+        """The same request, to the wrapped quantizer, whose kernel takes the moments, too."""
         row, active = self.statistics.moments_row(numel, self.captured)
         sides = request.rowwise, request.columnwise
         return OperandRequest(self.inner, *sides, request.bias_grad, row, active)
@@ -87,7 +87,7 @@ class StatisticsQuantizer(WatchingQuantizer):
         return self.finish(x, self.inner.refreshed(x, inner, cached), request)
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
-        """Make operands of a weight kept in FP8, dequantised if statistics need values."""
+        """Make operands of a weight kept in FP8; dequantise it if statistics need values."""
         self.statistics.feed_fp8_weight(weight, dtype, self.inner, self.captured)
         return self.inner.from_fp8(weight, request, dtype)
 
@@ -103,11 +103,11 @@ class StatisticsQuantizer(WatchingQuantizer):
         return operands
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of the wrapped quantizer, and rows of statistics."""
+        """The tensors of the wrapped quantizer, and the rows of statistics."""
         return (*self.inner.persistent_tensors(), *self.statistics.persistent_tensors())
 
     def look(self, x: torch.Tensor) -> None:
-        """Feed the rows of a tensor that is not cast."""
+        """Take the moments and dynamic ranges of a tensor that is not cast."""
         self.statistics.feed_moments(x, self.captured)
         self.statistics.feed_blocks(x, self.captured)
 

@@ -1,9 +1,10 @@
 """`GroupRows`: gathers the rows of all ranks of a group in one collective per step.
 
-Every rank of a group joins the collective of an iteration in which the configuration allows that
-anything is due. Before the first one, ranks compare what they inspect (`differences`). From then on
-all ranks know the size of the collective, and row 0 is a header with the digest of the sender's
-rows. Ranks that begin to differ later see that in the headers, and compare again.
+In every iteration in which something may be due according to the configuration, all ranks of the
+group call one all-gather. Before the first all-gather, ranks compare what they inspect
+(`differences`). From then on, all ranks know its size. Row 0 of what a rank sends is a header with
+the digest of the names of its rows. If ranks begin to differ later, the headers show it, and the
+ranks compare again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GroupRows:
 
     Args:
         group: process group; None is all ranks.
-        purpose: names its meetings in errors.
+        purpose: names the meetings of the group in error messages.
         since: see `Meeting`.
     """
 
@@ -45,14 +46,14 @@ class GroupRows:
         self.meeting = Meeting(group, purpose, since=since)
         self.size = len(self.meeting.ranks)
         self.agreed = False
-        self._capacity = 0  # rows of a payload, including its header
+        self._capacity = 0  # rows that each rank sends, including the header
         self._layout: tuple[int, Layout] | None = None
         self._device = torch.device("cpu")
         if dist.get_backend(group) == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
 
     def layout(self, tensors: Sequence[TensorStatistics]) -> Layout:
-        """Return the layout of the group's tensors, which only grow in number."""
+        """Return the layout of the group's tensors; it is new if there are more than before."""
         if self._layout is None or self._layout[0] != len(tensors):
             self._layout = (len(tensors), Layout(tensors, self.meeting.ranks, dist.get_rank()))
         return self._layout[1]
@@ -63,12 +64,13 @@ class GroupRows:
         """Compare with the other ranks; every rank of the group must call.
 
         Args:
-            facts: of this rank, without rows and layers.
+            facts: the facts of this rank, without `rows` and `layers`.
             rows: see `RankFacts`.
             layers: see `RankFacts`.
 
         Returns:
-            The rows of each rank, of which every rank must take the union; {} if all are the same.
+            If rows differ, the rows of each rank: every rank must add the rows that it lacks.
+            Else {}.
 
         Raises:
             RuntimeError: ranks differ (raised on every rank), or one did not call in time.
@@ -88,7 +90,7 @@ class GroupRows:
     def gather(
         self, layout: Layout, taken: Mapping[torch.device, torch.Tensor], iteration: int
     ) -> torch.Tensor:
-        """Gather the payloads of all ranks, `[ranks, capacity, 16]`; every rank must call.
+        """Gather the header and rows of all ranks, `[ranks, capacity, 16]`; every rank must call.
 
         Raises:
             RuntimeError: a rank did not call in time.
@@ -113,7 +115,8 @@ class GroupRows:
     def merged(self, gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Merge gathered rows of all ranks into `[slots, 16]`.
 
-        Slots beyond the capacity are empty; the capacity grows for the next step.
+        If there are more slots than the capacity, the others are empty in this step, and the
+        capacity grows for the next one.
 
         Raises:
             RanksDifferError: ranks have sent different tensors or iterations; raised on all ranks.
@@ -126,7 +129,7 @@ class GroupRows:
     def merged_by_name(
         self, gathered: torch.Tensor, layout: Layout, of_ranks: Mapping[int, Sequence[Row]]
     ) -> torch.Tensor:
-        """Merge gathered rows of ranks that sent different rows, given by `agree`."""
+        """Merge gathered rows of ranks that sent different rows; `of_ranks` is from `agree`."""
         empty = torch.tensor(
             [empty_row(Kind(kind)) for kind in layout.kinds.tolist()], dtype=torch.float64
         )

@@ -22,9 +22,9 @@ class Reductions:
     """The reduction group of a session, and the groups of its weights.
 
     Args:
-        manager: of the session.
-        live: returns all tensors of the collector.
-        learn: makes the statistics of a tensor that has not run on this rank.
+        manager: the `DebugManager` of the session.
+        live: returns the statistics of all tensors of the collector.
+        learn: makes the statistics of a tensor whose layer has not run on this rank.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Reductions:
         self._schedules: list[Any] | None = None
 
     def meet(self, iteration: int) -> None:
-        """Let groups that have not compared their rows yet do so.
+        """Compare rows in the groups that have not compared them yet.
 
         Raises:
             RuntimeError: ranks differ, or one did not call in time.
@@ -56,7 +56,7 @@ class Reductions:
         return {key: tensors for key, tensors in self.by_group().items() if key is not LOCAL}
 
     def due(self, iteration: int) -> dict[Any, list[TensorStatistics]]:
-        """Return the groups that reduce in this iteration; all of their ranks decide alike."""
+        """Return the groups that reduce in this iteration; all ranks of a group decide the same."""
         group = self._manager._tensor_reduction_group
         return {
             key: tensors
@@ -96,7 +96,7 @@ class Reductions:
         """Compare the rows of the ranks of a group, and add rows of layers that have not run here.
 
         Args:
-            group: process group.
+            group: process group; None is all ranks.
             iteration: the iteration that ends.
             sent: the layout that this rank has sent, if ranks have sent different ones.
 
@@ -149,7 +149,7 @@ class Reductions:
 
 
 def _home(own: Any, group: Any) -> Any:
-    """Return the group that merges a tensor's rows: `group` if it has the same ranks."""
+    """Return the group that merges a tensor's rows: `own`, or `group` if it has the same ranks."""
     if group_or_world_size(own) == 1:
         return LOCAL
     return group if group is not LOCAL and ranks_of(own) == ranks_of(group) else own

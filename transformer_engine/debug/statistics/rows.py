@@ -1,7 +1,8 @@
 """Rows of statistics: their layouts, how rows of several ranks merge, and what is read from them.
 
-A row is sixteen float64 values on the device of the tensor. Kernels merge every tensor that they
-process into it. csrc/core/moments.h defines the layouts and how they merge:
+A row is sixteen float64 values on the device of the tensor. A kernel merges the moments of each
+tensor that it processes into the row. csrc/core/moments.h defines the layouts of rows and how two
+rows merge:
 
     moments  the fields of `kernels.moments.MOMENTS`
     casts    the fields of `kernels.moments.CAST_MOMENTS`
@@ -58,7 +59,7 @@ def read(kind: Kind, row: Sequence[float], numel: int = 0) -> dict[str, float]:
         return statistics(one_feed(row, numel))
     if kind is Kind.CASTS:
         found = cast_statistics(row[:CAST_MOMENTS_FIELDS])
-        if math.isinf(found["scale_inv_min"]):  # no scale but zeros
+        if math.isinf(found["scale_inv_min"]):  # all scales are zero
             found["scale_inv_min"] = 0.0
         return found
     return {BLOCKWISE: row[1]}
@@ -67,12 +68,12 @@ def read(kind: Kind, row: Sequence[float], numel: int = 0) -> dict[str, float]:
 def one_feed(row: Sequence[float], numel: int) -> Sequence[float]:
     """Return a moments row of a weight as if it had been fed once.
 
-    A replayed CUDA graph feeds the row of a weight with every micro-batch. The weight is the same
-    each time, so the sums are multiples of those of one feed.
+    A replayed CUDA graph merges the weight into the row in every micro-batch. The weight is the
+    same each time, so each sum in the row is a multiple of the sum of one feed.
 
     Args:
-        row: that was fed once or several times.
-        numel: elements of the weight; 0 for tensors that accumulate, whose row stays as it is.
+        row: the row, into which the weight was merged once or several times.
+        numel: elements of the weight; 0 for other tensors, whose row stays as it is.
     """
     if not numel or row[0] <= numel or row[0] % numel:
         return row
@@ -91,7 +92,7 @@ def merge_ranks(rows: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         kinds: int64 `[slots]`, values of `Kind`.
 
     Returns:
-        float64 `[slots, 16]`; exact but for the rounding of float64.
+        float64 `[slots, 16]`; exact except for rounding in float64.
 
     >>> row = torch.tensor(empty_row(Kind.MOMENTS), dtype=torch.float64)
     >>> merge_ranks(row.expand(2, 1, 16), torch.zeros(1, dtype=torch.int64))[0, :2].tolist()

@@ -15,12 +15,12 @@ class Source:
 
     Attributes:
         kind: what the row holds.
-        recipe: of casts: an empty string for the cast that the layer makes, else the recipe of a
-            cast made for the statistics alone.
-        columnwise: of casts: which of the two directions.
-        block: of blocks: side of a block.
-        dims: of blocks: 1 for runs of `block` elements, 2 for squares.
-        both: of blocks: also look along the other axis, and take the larger value.
+        recipe: for casts: "" for the cast that the layer makes, else the recipe of a cast that is
+            made only for statistics.
+        columnwise: for casts: whether it is the column-wise cast or the row-wise one.
+        block: for blocks: number of elements along the side of a block.
+        dims: for blocks: 1 for `block` consecutive elements, 2 for squares.
+        both: for blocks: whether blocks along columns count, too; the larger value is taken.
     """
 
     kind: Kind
@@ -38,9 +38,9 @@ class Subscription(NamedTuple):
     """One statistic of one tensor.
 
     Attributes:
-        name: in the logs.
-        source: of the slot that it is read from.
-        statistic: its name among those of the slot, see `rows.read`.
+        name: name of the statistic in the logs.
+        source: source of the slot from which the statistic is read.
+        statistic: name of the statistic in the result of `rows.read`.
         schedule: `nvdlfw_inspect._engine.Schedule`; None: always due.
     """
 
@@ -51,11 +51,11 @@ class Subscription(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What is read from a slot for the iteration that ends, and what it was fed with."""
+    """The statistics to read from a slot for the iteration that ends, and the state of the slot."""
 
     slot: Slot
     asks: Asks
-    numel: int  # elements of a weight; zero for tensors that accumulate
+    numel: int  # elements of a weight; 0 for other tensors, whose rows accumulate
     fed: bool
     scales_only: bool
 

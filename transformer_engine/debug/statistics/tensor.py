@@ -1,4 +1,7 @@
-"""`TensorStatistics`: the slots of one tensor of a layer, when they are due, how they are fed."""
+"""`TensorStatistics`: the slots of one tensor of a layer, and when statistics are due.
+
+To feed a slot means to merge the moments of a tensor into its row.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,21 @@ _NO_ROWS: Rows = (None, None)
 class TensorStatistics:
     """Takes the statistics of one tensor of one layer.
 
-    `captured` tells a method that the call is being captured in a CUDA graph. Rows are then always
-    handed out, with a flag on the device that says in each replay whether they are due.
+    The argument `captured` of methods says that the call is being captured in a CUDA graph. The
+    kernels then always get the row, with a flag on the device that says in each replay whether it
+    is due.
 
     Args:
         layer: name of the layer.
         tensor: activation, weight, gradient, output, dgrad or wgrad.
-        buffer: of the tensor's device.
-        subscriptions: what is asked of it, in the order of the logs.
-        group: the process group that merges its rows, or `LOCAL`.
+        buffer: the buffer of the tensor's device.
+        subscriptions: the requested statistics, in the order of the logs.
+        group: the process group that merges the rows of the tensor, or `LOCAL`.
         skipped: called once with layer, tensor and reason if a statistic cannot be taken.
 
     Attributes:
-        name: layer and tensor, and how to reduce the amax of its shards.
-        replicas: the ranks that have the whole tensor, if several do.
+        name: names of layer and tensor, and the function that computes the amax over all shards.
+        replicas: the ranks that have a copy of the tensor, if several have one.
     """
 
     def __init__(
@@ -68,19 +72,19 @@ class TensorStatistics:
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._skipped: Callable[[str, str, str], None] | None = skipped
-        # Of this iteration, see `enter`; `_ignored`: what comes now does not count.
+        # State of this iteration, see `enter`. `_ignored`: tensors of the current call do not count.
         self._trained = self._evaluated = self._ignored = False
 
     def counts_on(self, ranks: Sequence[int], rank: int) -> bool:
-        """Whether this rank's rows are merged: the first of those that have the same tensor."""
+        """Whether the rows of this rank count: of ranks with copies, only those of the first do."""
         return rank == min((r for r in self.replicas if r in ranks), default=rank)
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Rows and flags, which recordings and graphs use."""
+        """The rows and flags, whose addresses recordings and graphs use."""
         return tuple(t for slot in self.slots.values() for t in (slot.row, slot.active))
 
     def schedule(self, iteration: int) -> None:
-        """Decide what is due in the next iteration, and forget what the last one fed."""
+        """Decide what is due in the next iteration, and reset the state of the last one."""
         self.clear()
         for (_, source), (schedule, asks) in self._schedules.items():
             if schedule is None or schedule.due(iteration):
@@ -103,7 +107,7 @@ class TensorStatistics:
         """Called when a forward of the layer begins.
 
         Evaluation counts only in iterations in which the layer is not trained, so that a
-        validation between two steps changes the statistics of neither.
+        validation between two training steps does not change their statistics.
         """
         if not evaluating and self._evaluated and not self._trained:
             for slot in self.slots.values():
@@ -142,7 +146,7 @@ class TensorStatistics:
     def moments_row(self, numel: int = 0, captured: bool = False) -> Rows:
         """Return the row and flag of moments for a kernel that reads the tensor anyway.
 
-        The caller must hand them to the kernel. `(None, None)`: no moments are due.
+        The caller must pass them to the kernel. They are `(None, None)` if no moments are due.
 
         Args:
             numel: elements of the tensor; needed for weights.
@@ -156,7 +160,7 @@ class TensorStatistics:
         return captured or not (self._ignored or not slot.due or (self._once and slot.fed))
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
-        """Merge the moments of a tensor, by a kernel of their own."""
+        """Merge the moments of a tensor, in a kernel that does nothing else."""
         row, active = self._rows(self._moments, x.numel(), captured)
         if row is not None:
             moments(feeds.plain(x), row, active)
@@ -184,10 +188,10 @@ class TensorStatistics:
         """Merge the statistics of a tensor's casts to FP8.
 
         Args:
-            x: in high precision, without padding; None for a parameter that is kept in FP8.
+            x: the tensor in high precision, without padding; None for a parameter kept in FP8.
             rowwise: the row-wise operand: `Fp8Matrix`, quantised tensor, plain tensor or None.
             columnwise: the column-wise operand; its codes are transposed.
-            quantizer: that made them.
+            quantizer: the quantizer that made the operands.
             captured: see the class.
 
         Raises:
@@ -217,7 +221,7 @@ class TensorStatistics:
         quantizer: Any = None,
         captured: bool = False,
     ) -> None:
-        """Take all statistics that are due; arguments as of `feed_casts`."""
+        """Take all statistics that are due; the arguments are those of `feed_casts`."""
         self.feed_moments(x, captured)
         self.feed_blocks(x, captured)
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
@@ -230,7 +234,7 @@ class TensorStatistics:
         captured: bool = False,
         values: torch.Tensor | None = None,
     ) -> None:
-        """Take all due statistics of a weight that is kept in FP8; `values` may be known."""
+        """Take all due statistics of a weight kept in FP8; `values`: its values, if known."""
         slots = [self._moments, *(self.slots[source] for source in self._blocks)]
         if any(self._open(slot, captured) for slot in slots):
             if values is None:
@@ -246,7 +250,7 @@ class TensorStatistics:
 
 
 def _end_of_run(schedule: Any, iteration: int) -> int | None:
-    """Return the first iteration after a due one that may not be due; None if all others are."""
+    """Return the first iteration after a due one that may not be due; None if all later are due."""
     if schedule is None:
         return None
     if schedule.freq > 1:
