@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Go on with a text, by a model that train_gpt.py has trained.
+"""Continue a text with a model that train_gpt.py has trained.
 
     python examples/train_gpt.py --checkpoint run.pt
     python examples/generate.py run.pt --prompt "def " --prompt "class "
 
-Keys and values of earlier bytes are kept (`te.InferenceParams`), so that each step of the model
-sees one new byte. `--graph` captures that step in a CUDA graph, which the host then only replays:
-small models write several times as fast. `--check` writes the same text without the cache too, and
-compares.
+A cache holds the keys and values of earlier bytes (`te.InferenceParams`), so that each step of the
+model processes one new byte. `--graph` captures that step in a CUDA graph, which the host then only
+replays: small models write several times as fast. `--check` also writes the text without the cache
+and compares both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpt.settings import Settings, UsageError
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Every option, with what it does."""
+    """The command line's parser, with help for every option."""
     parser = argparse.ArgumentParser(description="Generate text with a cache of keys and values.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="what train_gpt.py --checkpoint wrote")
@@ -58,7 +58,7 @@ def load(options: argparse.Namespace) -> tuple[Settings, torch.nn.Module]:
 
 
 def show(written: Written, prompts: list[str]) -> None:
-    """The texts, and how fast they came."""
+    """Print the texts, and how many bytes were generated in a second."""
     for prompt, text in zip(prompts, written.texts, strict=True):
         print(f"--- {prompt!r}")
         print(report.readable(text))
@@ -67,7 +67,7 @@ def show(written: Written, prompts: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 1 where --check finds a difference."""
+    """Returns the exit status: 0, 1 if --check finds a difference, 2 for options that are wrong."""
     options = make_parser().parse_args(arguments)
     try:
         settings, model = load(options)

@@ -8,8 +8,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --fsdp     # on two GPUs, or two CPU processes
     torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --sp --cp 2
 
-The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), ranks, masters
-(of FP8 weights), inspection, report.
+The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), ranks (for
+several GPUs), masters (for FP8 weights), inspection (by the debugger), report.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from gpt.ranks import Layout, Ranks, joined
 from gpt.settings import SIZES, Settings, UsageError
 from gpt.training import Training
 
-INTERRUPTED = Path("train_gpt.pt")  # what Ctrl-C saves where no --checkpoint says where
-INTERRUPT_STATUS = 130  # of a process that Ctrl-C has ended
-STRETCH = 10  # steps between two looks at the loss, each of which waits for the device
+INTERRUPTED = Path("train_gpt.pt")  # the checkpoint that Ctrl-C writes without --checkpoint
+INTERRUPT_STATUS = 130  # exit status of a process that Ctrl-C has ended
+STRETCH = 10  # steps between two reads of the loss, each of which waits for the device
 COMPARED = (
     {"precision": "bf16", "fp8_weights": False},
     {"recipe": "delayed"},
@@ -45,11 +45,11 @@ COMPARED = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Every option, with what it does."""
+    """The command line's parser, with help for every option."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT on text, byte by byte, in FP8. Losses are in nats per byte.",
         usage="%(prog)s [options]   (--help lists them)",
-        allow_abbrev=False,  # command_to_go_on looks for whole names
+        allow_abbrev=False,  # command_to_go_on searches for full names
     )
     add = parser.add_argument_group("what is trained").add_argument
     add("--data", metavar="FILE", help="text to train on (the Python standard library's sources)")
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """What a run leaves behind."""
+    """Add the options about the results of a run."""
     add = parser.add_argument_group("what comes out").add_argument
     add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
     add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
@@ -120,7 +120,7 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layouts(parser: argparse.ArgumentParser) -> None:
-    """What ranks share."""
+    """Add the options about the division of work over ranks."""
     ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
     add = ranks.add_argument
     add("--tp", type=int, default=1, metavar="N", help="so many share every layer (1)")
@@ -153,13 +153,13 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
-    """The layout that was asked for."""
+    """The layout that the options describe."""
     replicas = "ddp" if options.ddp else "fsdp" if options.fsdp else ""
     return Layout(replicas, options.tp, options.cp, options.sp)
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
+    """Raise UsageError for options that are wrong or cannot be combined."""
     if options.resume and not options.checkpoint:
         raise UsageError("--resume needs --checkpoint PATH to say where from")
     if options.stop_after is not None and (options.stop_after < 1 or not options.checkpoint):
@@ -218,7 +218,7 @@ def train(training: Training, options: argparse.Namespace, bigram: float) -> rep
 
 
 def introduce(training: Training, text: Text) -> None:
-    """Say what is about to run."""
+    """Print the size of text and model, and the steps that are about to run."""
     settings = training.settings
     print(
         f"{text.name}: {len(text.train):,} bytes to train on, {len(text.validation):,} held out\n"
@@ -260,7 +260,7 @@ def single(settings: Settings, text: Text, options: argparse.Namespace, ranks: R
 
 
 def compare(settings: Settings, text: Text, options: argparse.Namespace, ranks: Ranks) -> int:
-    """Train in each precision from the same seeds, and say whether FP8 keeps up."""
+    """Train in each precision from the same seeds; print whether FP8 is as good as bf16."""
     outcomes: list[report.Outcome] = []
     for seed in range(settings.seed, settings.seed + options.seeds):
         for kind in COMPARED:
@@ -281,7 +281,7 @@ def compare(settings: Settings, text: Text, options: argparse.Namespace, ranks: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry; `arguments` are the command line's where None."""
+    """Runs the program; `arguments` None takes those of the command line."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     options.words, said = arguments, named_options(parser, arguments)

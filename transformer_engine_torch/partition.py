@@ -1,4 +1,4 @@
-"""Which tokens of packed sequences a context parallel rank holds."""
+"""The tokens of packed sequences that belong to a rank under context parallelism."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
-    """The tokens of one rank, when each sequence is cut so that causal work is balanced.
+    """The indices of one rank's tokens, such that causal attention is equal work for all ranks.
 
-    A sequence is cut into `2 * world_size` chunks of one length, and rank r holds chunks r and
-    `2 * world_size - 1 - r`.
+    Each sequence is divided into `2 * world_size` chunks of equal length, and rank r has the chunks
+    r and `2 * world_size - 1 - r`.
 
     Args:
-        cu_seqlens: int32 `[sequences + 1]`, where each sequence starts and the last one ends.
-        total_tokens: of all sequences.
+        cu_seqlens: int32 `[sequences + 1]`: the start of each sequence, and the end of the last.
+        total_tokens: number of tokens of all sequences.
         world_size: number of ranks.
-        rank: of the tokens wanted.
+        rank: the rank whose tokens are returned.
 
     Returns:
         int32 `[total_tokens // world_size]` on the device of `cu_seqlens`, in memory order.
 
     Raises:
-        ValueError: lengths that cannot be cut so; a rank that there is not.
+        ValueError: a sequence cannot be divided in this way, `cu_seqlens` does not end with
+            `total_tokens`, or `rank` does not exist.
 
     >>> thd_get_partitioned_indices(torch.tensor([0, 8], dtype=torch.int32), 8, 2, 0).tolist()
     [0, 1, 6, 7]

@@ -1,1 +1,1 @@
-"""The parts of `train_gpt.py`: settings, text, model, training, report."""
+"""The parts of `train_gpt.py` and `generate.py`: settings, text, model, training, report."""

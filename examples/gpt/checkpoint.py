@@ -1,4 +1,4 @@
-"""Checkpoints of train_gpt.py, which last through kills and power failures."""
+"""Checkpoints of train_gpt.py, which survive kills and power failures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 
 from gpt.settings import UsageError
 
-# What torch raises about bytes that it did not write.
+# The exceptions of `torch.load` for a file that `torch.save` did not write, or a damaged one.
 _DAMAGED = (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError)
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> None:
-    """Replace the file, at once: who dies while writing, or loses power, has the one before.
+    """Replace the file atomically: a kill or a power failure leaves the old file or the new one.
 
-    What was written is on the disk before the name is, and the name before this returns.
+    The content is written to disk (fsync) before the file gets its name, and the name (fsync of the
+    folder) before the function returns.
     """
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
@@ -34,10 +35,10 @@ def write_checkpoint(state: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What `Training.save` wrote, on the CPU. Nothing in the file is run.
+    """Returns the state that `Training.save` wrote, on the CPU. No code in the file is run.
 
     Raises:
-        UsageError: there is no such file, or it is something else.
+        UsageError: there is no such file, or it is not a checkpoint of train_gpt.py.
     """
     if not path.exists():
         raise UsageError(f"there is no checkpoint {path}")

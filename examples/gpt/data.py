@@ -1,4 +1,8 @@
-"""Text as bytes: where it comes from, how it is split, and what a bigram model makes of it."""
+"""Text as bytes: where it comes from, how it is split, and the loss of a bigram model of it.
+
+A token is a byte. A training example is a window of `seq + 1` bytes: the model reads the first
+`seq` of them and predicts the byte after each.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ class Text:
 def load_text(path: str | None) -> Text:
     """Read one file, or the sources of Python's standard library.
 
-    The library's files are split as a whole, so that no function is in both parts; their order
-    comes from a hash of their names, so that neighbours (a package) do not end up together.
+    A file of the library belongs to one part as a whole, so that no function is in both parts.
+    Files are ordered by a hash of their names, which spreads the files of a package over both.
     """
     if path is not None:
         text = _read_file(Path(path))
@@ -58,7 +62,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _tensor(text: bytes) -> torch.Tensor:
-    if not text:  # which frombuffer refuses
+    if not text:  # frombuffer refuses an empty buffer
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -66,7 +70,8 @@ def _tensor(text: bytes) -> torch.Tensor:
 class Batches:
     """The windows that a run sees, on the model's device.
 
-    All offsets are drawn at once from the seed: the number of a step is its place in the data.
+    The offsets of all steps are drawn from the seed at once, so the number of a step determines its
+    windows: a resumed run continues with the right ones.
     """
 
     def __init__(self, text: Text, settings: Settings) -> None:
@@ -95,11 +100,12 @@ class Batches:
 
 
 def bigram_loss(train: torch.Tensor, windows: torch.Tensor) -> float:
-    """Nats per byte that a table of byte pairs in `train` needs for the bytes of `windows`.
+    """Cross-entropy of a bigram model of `train` on the bytes of `windows`, in nats per byte.
 
-    It is what can be known from the last byte alone: a model with a loss below it uses context.
+    This is the loss of a model that knows only the last byte: a model with a smaller loss uses more
+    context than that.
     """
-    counts = _pairs(train[:-1], train[1:]) + 0.01  # pairs never seen are unlikely, not impossible
+    counts = _pairs(train[:-1], train[1:]) + 0.01  # unseen pairs are unlikely, not impossible
     log_probability = (counts / counts.sum(1, keepdim=True)).log()
     seen = _pairs(windows[:, :-1].flatten(), windows[:, 1:].flatten())
     return -float((seen * log_probability).sum() / seen.sum())

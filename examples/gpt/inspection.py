@@ -1,4 +1,4 @@
-"""Looking inside a run with the precision debugger."""
+"""Runs the precision debugger during a training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gpt.settings import UsageError
 
 @contextmanager
 def inspection(config: Path | None, log_dir: Path, step: int) -> Iterator[None]:
-    """Inspect the training inside; without a configuration, do nothing.
+    """Inspect the training within the `with` block; without a configuration, do nothing.
 
     Args:
         config: a YAML file; see `config.yaml`.
-        log_dir: where the logs go.
+        log_dir: directory of the logs.
         step: the training step that comes next.
 
     Raises:
-        UsageError: the file is not right; the message is one line.
+        UsageError: the configuration has mistakes; the message has the first one, in one line.
     """
     if config is None:
         yield

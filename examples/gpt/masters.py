@@ -1,4 +1,4 @@
-"""Master weights: what an optimizer steps where a model keeps its weights in FP8 alone."""
+"""fp32 master weights, which the optimizer updates if a model keeps its weights only in FP8."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from gpt.ranks import cut
 
 
 def initial_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What FP8 weights were before they were rounded, by name; they keep it no longer.
+    """Returns by name the initial values of FP8 weights before rounding; the weights drop them.
 
     Args:
-        model: made under `te.fp8_model_init(preserve_high_precision_init_val=True)`; without that
-            it has no FP8 weights.
+        model: a model that was made under
+            `te.fp8_model_init(preserve_high_precision_init_val=True)`. A model without FP8 weights
+            gives {}.
     """
     found = {}
     for name, weight in model.named_parameters():
@@ -28,13 +29,13 @@ def initial_values(model: nn.Module) -> dict[str, torch.Tensor]:
 class MasterWeights:
     """fp32 copies of a model's FP8 weights.
 
-    An update is often smaller than half a step of FP8, and would be rounded away: so updates add up
-    in fp32, and every step the weights become the masters, rounded once. Forward and backward read
-    one byte for a weight, and cast none.
+    An update is often smaller than half the distance between two FP8 values, and would be lost by
+    rounding. So updates accumulate in fp32 masters, and after every step the masters are rounded to
+    the FP8 weights. Forward and backward read one byte per weight, and need no cast.
 
     Args:
-        model: with FP8 weights, or none; then there is nothing to do here.
-        starts: what these start with, see `initial_values`.
+        model: the model; if it has no FP8 weights, the methods do nothing.
+        starts: initial values of the masters, see `initial_values`.
     """
 
     def __init__(self, model: nn.Module, starts: Mapping[str, torch.Tensor]) -> None:
@@ -49,22 +50,22 @@ class MasterWeights:
         ]
 
     def take_gradients(self) -> None:
-        """Before a step: the gradients of the weights become those of their masters."""
+        """Call before the optimizer's step: moves the gradients of the weights to the masters."""
         for weight, master in self._pairs.values():
             master.grad, weight.grad = weight.grad, None
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """After a step: the weights become what the masters are now."""
+        """Call after the optimizer's step: casts the masters into the FP8 weights."""
         for weight, master in self._pairs.values():
             weight.copy_(master)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by the names of their weights."""
+        """The masters, by the names of the weights."""
         return {name: master.detach() for name, (_, master) in self._pairs.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these masters; the model's own state holds the weights."""
+        """Load the masters of a checkpoint; the weights are in the state of the model."""
         for name, (_, master) in self._pairs.items():
             master.copy_(cut(state[name], master))

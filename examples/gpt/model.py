@@ -1,4 +1,4 @@
-"""A GPT over bytes, made of transformer_engine's modules."""
+"""A GPT whose tokens are bytes, made of transformer_engine's modules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpt.torch_model import TorchGpt
 
 
 def build_model(settings: Settings) -> nn.Module:
-    """The model that the settings ask for, with weights drawn from torch's generator."""
+    """The model of the settings, with initial weights from torch's random generator."""
     return (Gpt if settings.model == "te" else TorchGpt)(settings)
 
 
 def initial_weights(settings: Settings) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """GPT-2's rule: what adds to the residual stream starts smaller, the more layers add to it."""
+    """GPT-2's rule: weights whose result is added to the residual stream have std 0.02/sqrt(2L)."""
     residual_std = 0.02 / math.sqrt(2 * settings.layers)
     return {
         "init_method": partial(nn.init.normal_, std=0.02),
@@ -30,13 +30,13 @@ def initial_weights(settings: Settings) -> dict[str, Callable[[torch.Tensor], to
 
 
 class Gpt(nn.Module):
-    """Byte embedding, causal transformer layers, and a head behind the last norm.
+    """Byte embedding, causal transformer layers, a last norm, and a head.
 
-    Under `te.fp8_autocast` every GEMM of the layers and of the head runs in FP8 (256 outputs suit
-    it too). What stays in higher precision is no GEMM of a weight: the embedding is a lookup;
-    scores and weighted sums of attention run inside the attention kernel; norms, residuals and
-    the loss are elementwise. The head does not share the embedding's weight: with 256 bytes
-    there is nothing to save.
+    Under `te.fp8_autocast`, every GEMM of the layers and of the head runs in FP8 (256 outputs are a
+    multiple of 16, as FP8 requires). The other operations are not GEMMs with a weight and stay in
+    higher precision: the lookup of embeddings, the scores and weighted sums inside the attention
+    kernel, norms, residuals and the loss. The head does not share the weight of the embedding: with
+    a vocabulary of 256, that would save little.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -78,7 +78,7 @@ class Gpt(nn.Module):
     ) -> torch.Tensor:
         """Logits `[batch, seq, 256]` of the byte after each of `tokens`, int64 `[batch, seq]`.
 
-        With a cache, `tokens` go on where it ends.
+        With a cache, `tokens` follow the tokens that are in the cache.
         """
         kind = tokens.device.type
         hidden = self.embedding(tokens)
@@ -89,5 +89,5 @@ class Gpt(nn.Module):
         return self.head(hidden)
 
     def cache_for(self, texts: int) -> te.InferenceParams:
-        """A cache of so many texts, each as long as a window of the training."""
+        """A cache for this number of texts, each up to the length of a training window."""
         return te.InferenceParams(texts, self.window)

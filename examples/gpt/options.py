@@ -1,4 +1,4 @@
-"""What was said on the command line: which options, which of them do nothing, and how to go on."""
+"""Options of the command line: which were given, which have no effect, and how to resume a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import fields, replace
 from gpt.settings import SIZES, Settings
 
 Options = argparse.Namespace
-BY_SIZE = next(iter(SIZES.values())).keys()  # what --size decides
+BY_SIZE = next(iter(SIZES.values())).keys()  # settings that --size decides
 
 
 def named_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> set[str]:
-    """The options that the arguments name, whatever their values are."""
+    """The options that the arguments contain, also those with the value of the default."""
     nothing = object()
     start = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), nothing))
     said = vars(parser.parse_args(arguments, start))
@@ -24,14 +24,14 @@ def named_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
 
 
 def as_before(asked: Settings, said: set[str], before: Settings) -> Settings:
-    """The settings of an earlier run, but for those options that were said now."""
+    """The settings of an earlier run, except for options that were given now."""
     names = said | set(BY_SIZE if "size" in said else ())
     return replace(
         before, **{f.name: getattr(asked, f.name) for f in fields(Settings) if f.name in names}
     )
 
 
-# Options that do nothing, where a condition holds, and the condition in words.
+# Options that have no effect if a condition holds, the condition, and the condition in words.
 _IDLE: tuple[tuple[tuple[str, ...], Callable[[Options, Settings], bool], str], ...] = (
     (
         ("precision", "recipe", "fp8_weights", "sample", "prompt", "inspect_log", "stop_after"),
@@ -46,7 +46,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Options, Settings], bool], str], .
 
 
 def notes(options: Options, said: set[str], settings: Settings) -> Iterator[str]:
-    """What a user would want to know before a run."""
+    """Hints to print before a run: options without effect, and slow choices."""
     for names, holds, when in _IDLE:
         for name in names:
             if name in said and holds(options, settings):
@@ -56,7 +56,7 @@ def notes(options: Options, said: set[str], settings: Settings) -> Iterator[str]
 
 
 def command_to_go_on(options: Options, arguments: Sequence[str] | None) -> str:
-    """The command line that goes on from a checkpoint; settings come from there."""
+    """The command line that resumes from the checkpoint, which holds the settings."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     others: list[str] = []
     while words:

@@ -1,7 +1,8 @@
-"""Training on many ranks, which `torchrun` starts: who they are, and what each of them has.
+"""Training on many ranks, which `torchrun` starts: their device mesh, and the part of each rank.
 
-Ranks are numbered so that those of one layer (`--tp`) are next to each other, then those of one
-sequence (`--cp`), then those that have windows of their own (`--ddp`, `--fsdp`).
+The mesh has three dimensions. The innermost one, of consecutive ranks, is tensor parallelism
+(`--tp`), which shards layers; the next one is context parallelism (`--cp`), which shards sequences;
+the outermost one is data parallelism (`--ddp`, `--fsdp`), which shards batches.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from torch.utils._pytree import tree_map
 import transformer_engine.pytorch as te
 from gpt.settings import Settings, UsageError
 
-PLAN = {"embedding": "scatter", "head": "column"}  # of `te.parallelize`; layers share themselves
+PLAN = {"embedding": "scatter", "head": "column"}  # see `te.parallelize`; it knows layers
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What ranks share.
+    """How ranks divide the work.
 
     Attributes:
-        replicas: `"ddp"` copies the model to every rank; `"fsdp"` cuts its parameters among them.
-        tp: ranks that share every layer.
-        cp: ranks that share every sequence.
-        sp: ranks of `tp` share the tokens between layers, too.
+        replicas: `"ddp"`: every rank has a copy of the model; `"fsdp"`: ranks shard its parameters.
+        tp: number of ranks that shard every layer (tensor parallelism).
+        cp: number of ranks that shard every sequence (context parallelism).
+        sp: whether the ranks of `tp` also shard the tokens between layers (sequence parallelism).
     """
 
     replicas: str = ""
@@ -56,14 +57,14 @@ class Layout:
 
     @property
     def flags(self) -> str:
-        """As on the command line."""
+        """The layout as options of the command line."""
         return " ".join(f"--{part}" for part in str(self).split(", "))
 
     def copies(self, count: int) -> int:
-        """How many parts of a batch so many ranks have.
+        """The number of parts into which `count` ranks divide a batch.
 
         Raises:
-            UsageError: they cannot have this layout.
+            UsageError: this number of ranks cannot have the layout.
         """
         if count % (self.tp * self.cp):
             raise UsageError(f"{self.flags} needs a multiple of {self.tp * self.cp} ranks")
@@ -75,14 +76,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank and the others; the default is a process of its own.
+    """This rank and the mesh of all ranks; the default is a single process.
 
     Attributes:
-        layout: what they share.
-        number: of this rank.
-        count: of all.
-        mesh: of all, where there are others: `dp`, `cp`, `tp`.
-        data: of those with other tokens, that is `dp` and `cp`.
+        layout: how ranks divide the work.
+        number: global rank of this process.
+        count: number of all ranks.
+        mesh: mesh of all ranks with dimensions `dp`, `cp`, `tp`; None for a single process.
+        data: mesh of the ranks that have different tokens: `dp` and `cp` in one dimension.
     """
 
     layout: Layout = Layout()
@@ -96,11 +97,11 @@ class Ranks:
 
     @property
     def place(self) -> int:
-        """Of this rank among those with other tokens."""
+        """The position of this rank among the ranks that have different tokens."""
         return self.number // self.layout.tp
 
     def check(self, settings: Settings) -> None:
-        """Refuse a run that ranks cannot share."""
+        """Raise UsageError for settings that the ranks cannot divide."""
         layout, copies = self.layout, self.layout.copies(self.count)
         windows = copies * (layout.tp if layout.sp else 1)
         for flag, value, parts in (
@@ -123,21 +124,21 @@ class Ranks:
         return windows.chunk(copies)[self.place // self.layout.cp]
 
     def spread(self, model: nn.Module) -> nn.Module:
-        """What is called in place of the model, so that gradients are those of all windows."""
+        """Parallelize the model; returns the module to call, whose gradients are of all windows."""
         layout = self.layout
         if self.mesh is None or self.data is None:
             return model
         if layout.tp * layout.cp > 1:
             te.parallelize(model, self.mesh, PLAN, sequence_parallel=layout.sp)
         if layout.replicas == "fsdp":
-            for layer in (*model.layers, model):  # gathered one by one, as they run
+            for layer in (*model.layers, model):  # parameters are gathered for one layer at a time
                 fully_shard(layer, mesh=self.data)
         elif self.data.size() > 1:
             return DistributedDataParallel(model, process_group=self.data.get_group())
         return model
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks of a dimension of the mesh; None where this rank is alone there."""
+        """The process group of a dimension of the mesh; None if it has one rank."""
         if self.mesh is None or self.mesh[name].size() == 1:
             return None
         return self.mesh[name].get_group()
@@ -147,7 +148,7 @@ class Ranks:
         return te.distributed.shard_sequence(windows, self.group("cp"), seq_dim=1)
 
     def logits(self, model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-        """Those of this rank's tokens, and of its share of the bytes."""
+        """Logits of this rank's tokens; with `tp`, only for its shard of the 256 bytes."""
         missing = -len(windows) % (self.layout.tp if self.layout.sp else 1)
         tokens = self.tokens(torch.cat([windows, *[windows[-1:]] * missing]))
         return model(tokens)[: len(windows)]
@@ -163,20 +164,20 @@ class Ranks:
         return torch.cat(parts, -1)
 
     def cross_entropy(self, logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
-        """Mean over this rank's tokens of what `logits` make of the bytes of windows."""
+        """Mean cross-entropy of this rank's tokens of `windows`, from their `logits`."""
         flat, targets = logits.flatten(0, 1).float(), self.tokens(windows).flatten()
         if (group := self.group("tp")) is None:
             return F.cross_entropy(flat, targets)
         return te.parallel_cross_entropy(flat, targets, reduce_loss=True, dist_process_group=group)
 
     def finish_gradients(self, model: nn.Module, largest: float) -> None:
-        """Sum what tokens of other ranks add, and clip the norm of all gradients together."""
+        """Sum gradients that sequence parallelism left partial, and clip the norm of all."""
         if self.layout.sp:
             te.all_reduce_sequence_parallel_grads(model)
         te.distributed.clip_grad_norm_(model, largest)
 
     def average(self, values: torch.Tensor) -> None:
-        """Replace values by their means over all ranks with other tokens."""
+        """Replace values by their means over the ranks that have different tokens."""
         if self.data is not None and self.data.size() > 1:
             dist.all_reduce(values, group=self.data.get_group())
             values /= self.data.size()
@@ -192,10 +193,11 @@ class Ranks:
 
 @contextmanager
 def joined(layout: Layout, device: str) -> Iterator[Ranks]:
-    """The ranks that `torchrun` has started, over NCCL or gloo; only the first one is heard.
+    """Join the ranks that `torchrun` has started, over NCCL or gloo; only the first one prints.
 
     Raises:
-        UsageError: nobody has started them, or nobody has said what they are for.
+        UsageError: the layout needs several ranks and `torchrun` has not started them, or it has
+            started several and no layout was chosen.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if layout == Layout():
@@ -227,25 +229,25 @@ def joined(layout: Layout, device: str) -> Iterator[Ranks]:
 
 
 def whole(state: T) -> T:
-    """A state in which every tensor is whole; all ranks call it."""
+    """A copy of a state in which every DTensor is gathered; all ranks must call it."""
     return tree_map(lambda x: _whole(x) if isinstance(x, DTensor) else x, state)
 
 
 def _whole(x: DTensor) -> torch.Tensor:
     placements = [*x.placements]
-    for i in reversed(range(len(placements))):  # those that are next to each other first
+    for i in reversed(range(len(placements))):  # the innermost dimension first
         placements[i] = Replicate()
         x = x.redistribute(placements=placements)
     return x.to_local()
 
 
 def cut_like(state: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole state, cut among ranks as tensors of the same names in an example are."""
+    """A state of whole tensors, sharded like the tensors of the same names in `example`."""
     return {name: cut(value, example.get(name)) for name, value in state.items()}
 
 
 def cut(value: Any, example: Any) -> Any:
-    """A whole tensor, cut as an example is: every rank has all of it and keeps its piece."""
+    """A whole tensor, sharded like `example`: every rank has all of it and keeps its shard."""
     if not (isinstance(example, DTensor) and isinstance(value, torch.Tensor) and value.dim()):
         return value
     on = value.to(example.device)
@@ -253,12 +255,12 @@ def cut(value: Any, example: Any) -> Any:
 
 
 class OptimizerStates:
-    """The state of an optimizer, whole in files and in parts on ranks.
+    """Gathers the state of an optimizer for a checkpoint, and shards it again when it is loaded.
 
     Args:
-        model: whose parameters are cut.
-        names: of the parameters that the optimizer has, in its order.
-        optimizer: of any kind that keeps tensors of the size of a parameter.
+        model: the model whose parameters are sharded.
+        names: names of the optimizer's parameters, in the order of the optimizer.
+        optimizer: an optimizer whose state has tensors of the size of the parameters.
     """
 
     def __init__(
@@ -267,11 +269,11 @@ class OptimizerStates:
         self.model, self.names, self.optimizer = model, names, optimizer
 
     def whole(self) -> dict[str, Any]:
-        """As one process has it; all ranks call it."""
+        """The state as a single process would have it; all ranks must call it."""
         return self._each(te.distributed.gather_parameter)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on with a whole state."""
+        """Load a whole state; each rank keeps its shards."""
         self.optimizer.load_state_dict(self._each(te.distributed.shard_parameter, state))
 
     def _each(self, change: Any, state: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run shows: progress, the loss curve, and the comparison of precisions."""
+"""The output of a run: progress, the loss curve, and the comparison of precisions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from statistics import mean
 from gpt.training import Pace, Training
 
 KINDS = ("fp8", "bf16", "fp32")
-TOLERANCE = 0.01  # of bf16's loss
+TOLERANCE = 0.01  # share of the bf16 loss by which FP8 may be worse
 PLAIN_SECONDS = 5.0  # between two lines of progress
 
 
 class Progress:
-    """A bar where standard error is a terminal and tqdm is installed, else a line now and then.
+    """A progress bar if stderr is a terminal and tqdm is installed, else a line every few seconds.
 
-    Use as a context manager; print through `say`, which keeps lines and bar apart.
+    Use it as a context manager. Print with `say`, which does not disturb the bar.
     """
 
     def __init__(self, training: Training) -> None:
@@ -44,7 +44,7 @@ class Progress:
     def update(self, done: int, pace: Pace) -> None:
         """Show where the run is."""
         facts = f"loss {pace.loss:.3f}, {pace.tokens_per_second:,.0f} tokens/s"
-        if self.bar is not None:  # it adds the ETA
+        if self.bar is not None:  # tqdm adds the remaining time
             self.bar.set_postfix_str(facts, refresh=False)
             self.bar.update(done - self.bar.n)
             return
@@ -64,19 +64,19 @@ class Progress:
 
 
 def in_bits(nats: float) -> str:
-    """A loss in the two usual units."""
+    """A loss in nats and in bits per byte."""
     return f"{nats:.4f} nats/byte ({nats / math.log(2):.3f} bits)"
 
 
 def readable(text: bytes) -> str:
-    """Text for a terminal: what cannot be printed becomes a question mark."""
+    """Text for a terminal: characters that cannot be printed become question marks."""
     decoded = text.decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in decoded)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is kept of a run: `gemms` counts its GEMMs by kind."""
+    """The results of a run; `gemms` counts the GEMMs by precision."""
 
     label: str
     losses: list[float]
@@ -91,9 +91,10 @@ class Outcome:
 
 
 def comparison(outcomes: Sequence[Outcome], bigram: float) -> tuple[str, bool]:
-    """Table and verdict in words, and whether FP8 kept up with bf16.
+    """A text with table and verdict, and whether FP8 reaches the loss of bf16.
 
-    FP8 may be `TOLERANCE` above bf16, or as much as bf16's own seeds lie apart if that is more.
+    The loss of FP8 may be larger than that of bf16 by the share `TOLERANCE` or, if that is more, by
+    the spread of the bf16 losses over the seeds.
     """
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -129,7 +130,7 @@ def comparison(outcomes: Sequence[Outcome], bigram: float) -> tuple[str, bool]:
 
 
 def plot(outcomes: Sequence[Outcome], bigram: float, path: Path) -> str:
-    """Draw the loss curves into a PNG; returns a line that says where, or why not."""
+    """Draw the loss curves into a file; returns a line that says where, or why not."""
     if not importlib.util.find_spec("matplotlib"):
         return "no loss curve: matplotlib is not installed (pip install matplotlib)"
     from matplotlib.figure import Figure  # noqa: PLC0415, an optional package
@@ -140,14 +141,14 @@ def plot(outcomes: Sequence[Outcome], bigram: float, path: Path) -> str:
     for outcome in outcomes:
         colour = f"C{labels.index(outcome.label)}"
         axes.plot(*zip(*outcome.validation, strict=True), color=colour, marker=".")
-        if len(labels) == 1:  # those of several precisions would hide each other
+        if len(labels) == 1:  # curves of several precisions would hide each other
             steps = range(1, len(outcome.losses) + 1)
             axes.plot(steps, outcome.losses, color=colour, linewidth=0.5, alpha=0.4)
     for i, label in enumerate(labels):
         axes.plot([], [], color=f"C{i}", marker=".", label=label)
     axes.axhline(bigram, color="gray", linestyle="--", label="bigram entropy")
     lowest = min(loss for outcome in outcomes for _, loss in outcome.validation)
-    axes.set_ylim(0.9 * min(lowest, bigram), 1.3 * max(lowest, bigram))  # not the first steps' drop
+    axes.set_ylim(0.9 * min(lowest, bigram), 1.3 * max(lowest, bigram))  # without the first drop
     axes.set_title("Validation loss" + (", and training loss (thin)" if len(labels) == 1 else ""))
     axes.legend()
     figure.savefig(path, dpi=120)

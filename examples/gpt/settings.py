@@ -1,4 +1,4 @@
-"""What decides the numbers of a run: one frozen object, checked at birth, kept in checkpoints."""
+"""`Settings`: everything that determines the losses of a run, in an object that is checked once."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ SIZES = {
         "lr": 6e-4,
     },
 }
-FP8_ALIGNMENT = 16  # FP8 GEMMs take sizes that are multiples of this
+FP8_ALIGNMENT = 16  # FP8 GEMMs need sizes that are multiples of this
 
 
 class UsageError(ValueError):
-    """Something the user asked for cannot be; the message says what to change."""
+    """The user's options cannot be run; the message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run; two runs with equal settings have equal losses.
+    """The settings of a run, which checkpoints contain. Runs of equal settings have equal losses.
 
     Attributes:
-        data: the file that is trained on; None is the Python standard library's sources.
+        data: text file to train on; None: the sources of the Python standard library.
         device: `"cpu"` or `"cuda"`.
         model: `"te"`, or `"torch"` for the same architecture in plain PyTorch.
-        precision: of the GEMMs, `"fp32"`, `"bf16"` or `"fp8"`.
-        recipe: how FP8 finds its scales, `"delayed"`, `"current"` or `"blocks"`.
+        precision: precision of the GEMMs, `"fp32"`, `"bf16"` or `"fp8"`.
+        recipe: how FP8 scales are computed, `"delayed"`, `"current"` or `"blocks"`.
         layers: number of transformer layers.
         hidden: width of the model.
         heads: attention heads of a layer.
@@ -52,9 +52,9 @@ class Settings:
         steps: length of the learning-rate schedule and of the run.
         lr: peak learning rate.
         dropout: probability in attention and after each block.
-        seed: of the initial weights, the windows and dropout.
+        seed: seed of the initial weights, the windows and dropout.
         validate_every: steps between validations.
-        fp8_weights: the model keeps its weights in FP8 alone, and the optimizer fp32 masters.
+        fp8_weights: whether the model has its weights only in FP8, and the optimizer fp32 masters.
     """
 
     data: str | None
@@ -108,13 +108,13 @@ class Settings:
 
     @property
     def label(self) -> str:
-        """The arithmetic in words, for messages and legends."""
+        """Precision and recipe in words, for messages and legends."""
         if self.precision != "fp8":
             return self.precision
         return f"fp8 {self.recipe}" + (", fp8 weights" if self.fp8_weights else "")
 
     def differences(self, other: Settings) -> list[str]:
-        """`--flag theirs, ours` for each field in which `other` differs."""
+        """For each field that differs: the flag with the value of `other`, and the value here."""
         return [
             f"--{_flag(name)} {value} (now {getattr(self, name)})"
             for name, value in vars(other).items()

@@ -1,4 +1,4 @@
-"""The architecture of `gpt.model` in plain PyTorch: what the comparison of speed compares with."""
+"""The architecture of `gpt.model` in plain PyTorch, the baseline for comparisons of speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cosine and sine, `[seq, head / 2]`
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (i, i + size / 2) of the last axis by the angle of their position."""
+    """Rotate the pairs (i, i + size / 2) of the last axis by the angle of the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -30,7 +30,7 @@ class TorchCache:
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep those of new tokens; all so far come back."""
+        """Store keys and values of new tokens; returns those of all tokens so far."""
         caches = self.caches[layer]
         if caches is None:
             _, heads, _, size = key.shape
@@ -43,7 +43,7 @@ class TorchCache:
 
 
 class TorchLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, settings: Settings, number: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TorchLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, rotary: Rotary, cache: TorchCache | None = None
     ) -> torch.Tensor:
-        """`[batch, seq, hidden]` to the same."""
+        """Takes and returns `[batch, seq, hidden]`."""
         x = x + self._drop(self._attention(self.attention_norm(x), rotary, cache))
         up = F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
         return x + self._drop(self.down(up))
@@ -73,7 +73,7 @@ class TorchLayer(nn.Module):
         if cache is not None:
             key, value = cache.append(self.number, key, value, self.window)
         dropout = self.dropout if self.training else 0.0
-        causal = seq > 1  # which is the beginning of the texts; one more sees all of them
+        causal = seq > 1  # one token after cached ones attends to all of them
         mixed = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=causal
         )
@@ -113,7 +113,7 @@ class TorchGpt(nn.Module):
     def forward(self, tokens: torch.Tensor, cache: TorchCache | None = None) -> torch.Tensor:
         """Logits `[batch, seq, 256]` of the byte after each of `tokens`, int64 `[batch, seq]`.
 
-        With a cache, `tokens` go on where it ends: many where it is empty, else one.
+        With a cache, `tokens` follow the cached tokens; if the cache is not empty, one per text.
         """
         begin, kind = 0 if cache is None else cache.sequence_len_offset, tokens.device.type
         hidden = self.embedding(tokens)
@@ -126,5 +126,5 @@ class TorchGpt(nn.Module):
         return self.head(self.norm(hidden))
 
     def cache_for(self, texts: int) -> TorchCache:
-        """An empty cache of so many texts."""
+        """An empty cache for this number of texts."""
         return TorchCache(len(self.layers), texts)

@@ -1,4 +1,4 @@
-"""One training run: steps, validation, sampling, and a checkpoint from which it goes on exactly."""
+"""A training run: steps, validation, sampling, and checkpoints from which it resumes exactly."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 
-WARM_UP_SHARE = 0.1  # of the steps: the learning rate rises
-FINAL_RATE = 0.1  # of the peak learning rate: where the cosine ends
-WEIGHT_DECAY = 0.1  # of matrices; biases and norms are left alone
+WARM_UP_SHARE = 0.1  # share of the steps in which the learning rate rises
+FINAL_RATE = 0.1  # learning rate at the end of the cosine, as a share of the peak
+WEIGHT_DECAY = 0.1  # for matrices; biases and norms have none
 LARGEST_GRADIENT_NORM = 1.0
 ALONE = Ranks()
 
 
 class Pace(NamedTuple):
-    """What some steps in a row showed."""
+    """Mean loss and speed of some consecutive steps."""
 
     loss: float
     tokens_per_second: float
 
 
 def recipe_of(settings: Settings) -> Recipe:
-    """How FP8 scales are found: E4M3 forward, E5M2 for gradients (in blocks E4M3 too)."""
+    """The FP8 recipe: E4M3 forward, E5M2 for gradients; with block scaling, E4M3 for both."""
     if settings.recipe == "blocks":
         return Float8BlockScaling()
     if settings.recipe == "delayed":
@@ -64,7 +64,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """AdamW in one fused launch."""
+    """AdamW in fused kernels."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
     groups = [
@@ -78,9 +78,9 @@ def make_optimizer(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim
 def arithmetic(settings: Settings) -> Iterator[None]:
     """The precision of a forward pass.
 
-    Parameters are fp32 everywhere: AdamW needs them, and FP8 casts read them directly, so that
-    no copy is made on the way. On a GPU, activations between FP8 GEMMs are bf16: half the
-    bytes. On a CPU they are fp32, which is faster there.
+    Parameters are always fp32: AdamW needs fp32, and casts to FP8 read fp32 directly, so no bf16
+    copies are made. On a GPU, activations between FP8 GEMMs are bf16, which halves their size. On a
+    CPU they are fp32, which is faster there.
     """
     fp8 = settings.precision == "fp8"
     bf16 = settings.precision == "bf16" or (fp8 and settings.device == "cuda")
@@ -92,12 +92,12 @@ def arithmetic(settings: Settings) -> Iterator[None]:
 
 
 class Training:
-    """A model on its way.
+    """A model, its optimizer, and how far they have been trained.
 
     Attributes:
-        parameters: how many the model has.
-        done: steps taken; it is also the place in the data and in the schedule.
-        interrupted: end after the step that runs; `watching_interrupts` sets it.
+        parameters: number of parameters of the model.
+        done: number of steps taken, which is also the position in the data and in the schedule.
+        interrupted: whether to end after the current step; `watching_interrupts` sets it.
         losses: training loss of every step, nats per byte, on the device; valid up to `done`.
         validation: `(steps taken, loss)` of every validation.
     """
@@ -116,7 +116,7 @@ class Training:
         self.called = ranks.spread(self.model)
         self.masters = MasterWeights(self.model, starts)
         if ranks.place:
-            torch.manual_seed(settings.seed + ranks.place)  # of dropout; weights are the same
+            torch.manual_seed(settings.seed + ranks.place)  # for dropout; weights are equal
         self.optimizer = make_optimizer(self.masters.trained, settings.lr)
         self.optimizer_states = self._optimizer_states()
         self.losses = torch.zeros(settings.steps, device=settings.device)
@@ -126,10 +126,10 @@ class Training:
 
     @contextmanager
     def watching_interrupts(self) -> Iterator[None]:
-        """Inside, Ctrl-C ends the training after a whole step; a second one ends it at once.
+        """Within the `with` block, Ctrl-C ends the training after a step, a second one at once.
 
-        Ranks that share a training would end after different steps, and wait for each other:
-        there Ctrl-C ends all at once.
+        On several ranks, Ctrl-C ends all of them at once: otherwise they could end after different
+        steps, and wait for each other.
         """
         if self.ranks.count > 1 or threading.current_thread() is not threading.main_thread():
             yield
@@ -152,7 +152,7 @@ class Training:
         return OptimizerStates(self.model, order, self.optimizer)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the next byte, in nats, of this rank's tokens of windows."""
+        """Mean cross-entropy of the next byte, in nats, over this rank's tokens of `windows`."""
         with arithmetic(self.settings):
             logits = self.ranks.logits(self.called, windows[:, :-1])
             return self.ranks.cross_entropy(logits, windows[:, 1:])
@@ -174,7 +174,7 @@ class Training:
         self.done += 1
 
     def advance(self, until: int) -> Pace:
-        """Steps up to `until`, one at least, and how they went."""
+        """Run the steps up to `until`; returns their mean loss and speed."""
         began, start = time.perf_counter(), self.done
         while self.done < until:
             self.step()
@@ -187,7 +187,7 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Loss on the validation windows, noted in `validation`; every rank runs all of them."""
+        """Loss on all validation windows, which is appended to `validation`; all ranks call it."""
         self.model.eval()
         total = sum(self.loss(windows) * len(windows) for windows in self.batches.validation)
         self.model.train()
@@ -198,13 +198,13 @@ class Training:
 
     @torch.no_grad()
     def sample(self, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:
-        """The prompt and `length` bytes that the model makes of it."""
+        """The prompt, followed by `length` bytes that the model generates."""
         self.model.eval()
         seq, text = self.settings.seq, bytearray(prompt)
         generator = torch.Generator().manual_seed(self.settings.seed)
         for _ in range(length):
-            # Always a full window, so that every call has one shape: what fills it comes after
-            # the text, where a causal model cannot see it.
+            # The window is always full, so that all calls have the same shape. The zeros that
+            # fill it come after the text, where a causal model does not see them.
             context = text[-seq:]
             window = torch.tensor([*context, *bytes(seq - len(context))])
             with arithmetic(self.settings):
@@ -216,11 +216,11 @@ class Training:
         return bytes(text)
 
     def save(self, path: Path) -> None:
-        """Write everything that the next step depends on.
+        """Write a checkpoint with everything that the next step depends on.
 
-        The model's state holds FP8's scales and amax histories as `_extra_state`, and those of FP8
-        weights, so that their codes are restored. The file is that of one process, whatever ranks
-        have written it: any other layout goes on with it.
+        The state of the model has the FP8 scales and amax histories as `_extra_state`, and the
+        scales of FP8 weights, so that the same codes are restored. Tensors are whole, whatever
+        ranks have written the file, so that a run with any layout can resume from it.
         """
         state = {
             "settings": asdict(self.settings),
@@ -236,7 +236,7 @@ class Training:
             write_checkpoint(state, path)
 
     def load(self, path: Path) -> None:
-        """Go on where the run that wrote `path` was."""
+        """Continue the run that wrote the checkpoint `path`."""
         state = read_checkpoint(path)
         different = self.settings.differences(Settings(**state["settings"]))
         if different:
@@ -249,7 +249,7 @@ class Training:
         self.validation = state["validation"]
         random = state["random"]
         random = [random] if isinstance(random, dict) else random  # of an earlier version
-        if len(random) == self.ranks.count:  # of other ranks: dropout goes its own way
+        if len(random) == self.ranks.count:  # with other ranks, dropout is drawn anew
             torch.set_rng_state(random[self.ranks.number]["cpu"])
             if self.settings.device == "cuda":
                 torch.cuda.set_rng_state(random[self.ranks.number]["cuda"])

@@ -1,4 +1,4 @@
-"""What does not depend on the framework: recipes."""
+"""The parts that other packages of Transformer Engine share: recipes."""
 
 from transformer_engine.common import recipe
 

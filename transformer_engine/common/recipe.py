@@ -1,7 +1,7 @@
-"""Recipes: frozen descriptions of how tensors become FP8.
+"""Recipes: immutable descriptions of how tensors are cast to FP8.
 
-A recipe says which formats are used and where scales come from; it holds no state. Two recipes with
-equal fields are equal and share their scaling state. Unknown keywords are accepted with a warning,
+A recipe says which formats are used and how scales are computed; it holds no state. Two recipes
+with equal fields are equal and share scaling state. Unknown keywords are accepted with a warning,
 because scripts written for other versions pass them; misspelt ones are errors.
 """
 
@@ -48,7 +48,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class _Checked:
-    """Base of what is written out in scripts: values of other types than the fields' are errors."""
+    """Base of classes that scripts construct: checks values against the types of fields."""
 
     _typed: ClassVar[list[tuple[str, type, str]]] = []  # fields, types, and what is expected
 
@@ -59,7 +59,7 @@ class _Checked:
                 self._convert(name, kind, value, expected)
 
     def _convert(self, name: str, kind: type, value: Any, expected: str) -> None:
-        """Store what scripts have for a flag as a bool, and a number of any library as a float."""
+        """Store anything that counts as a flag as a bool, and numbers of any library as floats."""
         number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         fits = is_flag(value) if kind is bool else kind is float and number
         self._expect(name, fits, expected)
@@ -88,7 +88,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class MMParams(_Checked):
-    """How a GEMM accumulates: `use_split_accumulator=True` promotes to fp32 regularly."""
+    """How a GEMM accumulates: a split accumulator adds its partial sums in fp32 regularly."""
 
     use_split_accumulator: bool = True
 
@@ -107,13 +107,13 @@ class QParams(_Checked):
         object.__setattr__(self, "_epsilon", repr(self.amax_epsilon))
 
     def epsilon(self) -> float:
-        """`amax_epsilon`; a constant in compiled code, where floats may be inputs of graphs."""
+        """`amax_epsilon`, as a constant in compiled code, where floats may become graph inputs."""
         if not torch.compiler.is_compiling():
             return self.amax_epsilon
         return float(vars(self)["_epsilon"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields of a pickle, and check them."""
+        """Restore the fields from a pickle, and check them."""
         vars(self).update(state)
         self.__post_init__()
 
@@ -121,7 +121,7 @@ class QParams(_Checked):
 def _tolerant(recipe: T) -> T:
     """Let a recipe's constructor accept unknown keywords, with one warning that names them.
 
-    One that is nearly a known keyword is misspelt: that is a TypeError.
+    A keyword that is similar to a known one counts as misspelt, which is a TypeError.
     """
     strict_init = recipe.__init__  # type: ignore[misc]
     known = set(inspect.signature(strict_init).parameters)
@@ -144,7 +144,7 @@ def _tolerant(recipe: T) -> T:
 
 
 def _explain_frozen(recipe: type) -> None:
-    """Let errors of assignments and deletions say what to write instead."""
+    """Let the errors of assignments and deletions say what to write instead."""
     setting: Any = recipe.__setattr__
     deleting: Any = recipe.__delattr__
 
@@ -182,7 +182,7 @@ class Recipe(_Checked):
         return isinstance(self, DelayedScaling)
 
     def float8_current_scaling(self) -> bool:
-        """Whether scales come from the tensor in hand."""
+        """Whether the scale comes from the amax of the tensor itself."""
         return isinstance(self, Float8CurrentScaling)
 
     def float8_per_tensor_scaling(self) -> bool:
@@ -190,7 +190,7 @@ class Recipe(_Checked):
         return self.delayed() or self.float8_current_scaling()
 
     def float8_block_scaling(self) -> bool:
-        """Whether blocks of a tensor have scales of their own."""
+        """Whether each block of a tensor has its own scale."""
         return isinstance(self, Float8BlockScaling)
 
     def mxfp8(self) -> bool:
@@ -216,14 +216,14 @@ class DelayedScaling(Recipe):
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         amax_history_len: number of steps that the history holds.
         amax_compute_algo: `"max"`, `"most_recent"`, or a callable `amax_history -> amax`. It gets
-            `[length, n]`, whose row 0 is that of the step which ends, and returns `[n]`.
+            `[length, n]`, whose row 0 belongs to the step that ends, and returns `[n]`.
         scaling_factor_compute_algo: callable `(amax, scale, fp8_max, recipe) -> scale`, or None.
-            What it returns for modules that did not run is not used.
+            Its results for modules that did not run are ignored.
         reduce_amax: take the maximum over the ranks of `fp8_group`.
         fp8_dpa: run attention in FP8.
-        fp8_mha: the same; projections and attention exchange tensors in high precision so far.
+        fp8_mha: like `fp8_dpa`; projections and attention still exchange high-precision tensors.
         interval: accepted for old scripts; scales are updated every step.
-        override_linear_precision: `(fprop, dgrad, wgrad)`; other than all False warns.
+        override_linear_precision: `(fprop, dgrad, wgrad)`; has no effect, and warns if any is True.
 
     Raises:
         ValueError: a value other than these.
@@ -274,7 +274,7 @@ class DelayedScaling(Recipe):
 @_tolerant
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Scales from the tensor in hand: `fp8_max / max |x|`.
+    """Scales from the amax of the tensor itself: `fp8_max / max |x|`.
 
     Args:
         use_power_2_scales: round every scale down to a power of two.
@@ -286,7 +286,7 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_dgrad: accumulation of the data-gradient GEMM.
         fp8_gemm_wgrad: accumulation of the weight-gradient GEMM.
         fp8_dpa: run attention in FP8; not implemented for this recipe, attention refuses it.
-        fp8_mha: likewise.
+        fp8_mha: like `fp8_dpa`.
 
     Raises:
         ValueError: a value other than these.
@@ -319,25 +319,25 @@ def _block_rule() -> QParams:
 @_tolerant
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """A scale for every block of the tensor in hand: `fp8_max / max |x|` over the block.
+    """A scale for every block of a tensor: `fp8_max / max |x|` over the block.
 
     Blocks are 1 x 128 values along the axis that a GEMM sums over (dimension 1), or 128 x 128
-    values (dimension 2). In every GEMM one operand at least has blocks of dimension 1.
+    values (dimension 2). In every GEMM, at least one operand must have blocks of dimension 1.
 
     Args:
-        use_f32_scales: let scales be any fp32 numbers, not powers of two alone; the default is
-            what NVTE_FP8_BLOCK_SCALING_FP32_SCALES says, and False where it is not set.
+        use_f32_scales: allow scales that are not powers of two; the default is the value of the
+            variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES, and False if it is not set.
         fp8_format: `Format.E4M3`.
-        fp8_quant_fwd_inp: how activations are quantised; scales are powers of two where this and
-            `use_f32_scales` say so.
+        fp8_quant_fwd_inp: how activations are quantised; scales are powers of two if
+            `power_2_scale` is True here and `use_f32_scales` is False.
         fp8_quant_fwd_weight: how weights are quantised.
         fp8_quant_bwd_grad: how gradients are quantised.
         x_block_scaling_dim: dimension of the blocks of activations, 1 or 2.
-        w_block_scaling_dim: of the blocks of weights.
-        grad_block_scaling_dim: of the blocks of gradients.
-        fp8_gemm_fprop: accumulation of the forward GEMM, split.
-        fp8_gemm_dgrad: accumulation of the data-gradient GEMM, split.
-        fp8_gemm_wgrad: accumulation of the weight-gradient GEMM, split.
+        w_block_scaling_dim: dimension of the blocks of weights.
+        grad_block_scaling_dim: dimension of the blocks of gradients.
+        fp8_gemm_fprop: accumulation of the forward GEMM, which must be split.
+        fp8_gemm_dgrad: accumulation of the data-gradient GEMM, which must be split.
+        fp8_gemm_wgrad: accumulation of the weight-gradient GEMM, which must be split.
         fp8_dpa: False; attention runs in high precision.
         fp8_mha: False.
 
@@ -382,7 +382,7 @@ class Float8BlockScaling(Recipe):
         self._expect("fp8_mha", not self.fp8_mha, "False")
 
 
-# By annotation: the types of values, and how messages name them.
+# For each annotation of a field: the type of values, and how messages name it.
 _TYPES: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
     "float": (float, "a number"),

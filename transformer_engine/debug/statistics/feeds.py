@@ -146,7 +146,7 @@ class BlockCast:
     element: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge the statistics into a row of kind `CASTS`; the fields are those of `CastMoments`."""
+        """Merge the statistics into a row of kind `CASTS`, fields as in `CastMoments`."""
         values = self.codes.contiguous().view(TORCH_FP8[self.element]).float()
         largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses * _ROUNDINGS
         x = self.x.float()

@@ -53,7 +53,7 @@ class Layout:
         for device in dict.fromkeys(device for _, device, _, _ in found):
             own = [slot.position for _, other, slot, _ in found if other == device]
             self._positions[device] = to_device(torch.tensor(own, dtype=torch.int64), device)
-        # If several ranks have the same tensor, one of them sends its row, the others send empty rows.
+        # If several ranks have the same tensor, one sends its row, and the others send empty rows.
         self._left_out = [at for at, (_, _, _, counts) in enumerate(found) if not counts]
         empty = [empty_row(slots[at].kind) for at in self._left_out]
         self._empty = torch.tensor(empty, dtype=torch.float64).view(-1, WIDTH)

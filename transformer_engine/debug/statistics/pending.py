@@ -75,7 +75,7 @@ class PendingCopy:
         return self._event.query()
 
     def _wait_for_ranks(self, group: GroupRows) -> None:
-        """Wait; raise RuntimeError before NCCL's watchdog, which names no rank, ends the process."""
+        """Wait; raise RuntimeError before NCCL's watchdog ends the process and names no rank."""
         assert self._event is not None
         started, longest = time.monotonic(), 0.8 * group.meeting.timeout.total_seconds()
         while not self._event.query():

@@ -72,7 +72,7 @@ class TensorStatistics:
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._skipped: Callable[[str, str, str], None] | None = skipped
-        # State of this iteration, see `enter`. `_ignored`: tensors of the current call do not count.
+        # Of this iteration, see `enter`; `_ignored`: tensors of the current call do not count.
         self._trained = self._evaluated = self._ignored = False
 
     def counts_on(self, ranks: Sequence[int], rank: int) -> bool:
