@@ -1,9 +1,8 @@
 """Checks that files, functions and parameter lists stay small; ruff checks the complexity (C901).
 
-A file has at most 400 lines, a function 60 (its docstring does not count) and 8 parameters (nor
-does self, cls or ctx).
-Exceptions stand in tools/budget_exceptions.toml, each with its reason; one that nothing needs any
-more is an error.
+A file has at most 400 lines. A function has at most 60 lines (without its docstring) and 8
+parameters (without self, cls and ctx). Exceptions are listed in tools/budget_exceptions.toml, each
+with a reason; an exception that is no longer needed is an error.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def measure(path: Path) -> Iterator[Measure]:
 
 
 def source_files() -> list[Path]:
-    """Lists the files of the project, committed or not, that the budget is for."""
+    """Lists the files of the project, committed or not, to which the limits apply."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
     listed = subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()
     suffixes = PYTHON | CPP | OTHER

@@ -1,4 +1,8 @@
-"""Checks who imports whom in the Python packages, and who knows private names of torch."""
+"""Checks the Python packages for import cycles, and for private names of torch.
+
+A room is a folder of `transformer_engine.pytorch`, or a file directly in it. Neither modules nor
+rooms may import each other in a cycle. Only one file may use private names of torch.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from pathlib import Path
 
 from check_layering import PACKAGES
 
-ROOMS = "transformer_engine.pytorch"  # its folders; a file that lies flat in it is a room too
-MOST_FLAT = 12  # files in that folder
-# Arrows between rooms that close circles; each is to go, none may come.
+ROOMS = "transformer_engine.pytorch"  # the package that is divided into rooms
+MOST_FLAT = 12  # most files directly in that folder
+# Imports between rooms that close a cycle and are still allowed; do not add any.
 TOLERATED = {
     ("notices", "fp8"),
 }
 
-HOME = Path("transformer_engine/pytorch/_torch_private.py")  # says what is private, and what is not
+HOME = Path("transformer_engine/pytorch/_torch_private.py")  # the only user of private names
 DOCUMENTED = re.compile(r"_foreach_\w+|_make_wrapper_subclass")
-# Of objects of torch, or private without an underscore.
+# Private attributes of objects of torch, also some without an underscore.
 ATTRIBUTES = {
     *("_cdata", "_active_ddp_module", "_current_level", "_execution_engine"),
     *("_dynamo_static_input_type", "_torchdynamo_orig_callable", "co_freevars"),
@@ -29,8 +33,8 @@ ATTRIBUTES = {
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yields line and name of each private thing of torch that a file uses."""
-    known: dict[str, str] = {}  # what names of the file stand for
+    """Yields line and name of each use of a private name of torch in a file."""
+    known: dict[str, str] = {}  # names of the file that stand for something of torch
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
@@ -49,7 +53,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _name(node: ast.expr, known: dict[str, str]) -> str:
-    """What an expression names; "" where it is nothing of torch."""
+    """The name of torch that an expression means; "" if it is no such name."""
     if isinstance(node, ast.Attribute):
         return (node.attr.startswith("_") and _dotted(node, known)) or ""
     if isinstance(node, ast.Constant):
@@ -65,7 +69,7 @@ def _name(node: ast.expr, known: dict[str, str]) -> str:
 
 
 def _dotted(node: ast.AST, known: dict[str, str]) -> str:
-    """`torch.a.b`, by what a file imports; "" for what is not torch's."""
+    """The full name, such as `torch.a.b`, according to the imports; "" if it is not of torch."""
     if isinstance(node, ast.Name):
         return known.get(node.id, "")
     if isinstance(node, ast.Attribute) and (owner := _dotted(node.value, known)):
@@ -82,14 +86,14 @@ def _private(line: int, name: str) -> Iterator[tuple[int, str]]:
 
 
 def modules_of(packages: Iterable[str], root: Path = Path()) -> dict[str, Path]:
-    """Files by module."""
+    """The files of packages, by module name."""
     files = sorted(file for package in packages for file in (root / package).rglob("*.py"))
     names = [".".join(f.relative_to(root).with_suffix("").parts) for f in files]
     return {n.removesuffix(".__init__"): f for n, f in zip(names, files, strict=True)}
 
 
 def imports(module: str, modules: dict[str, Path]) -> set[str]:
-    """Modules that a module imports, in functions too, but not for types alone."""
+    """Modules that a module imports, also in functions, but not under TYPE_CHECKING."""
     found = set()
     package = module if modules[module].name == "__init__.py" else module.rpartition(".")[0]
 
@@ -114,7 +118,7 @@ def imports(module: str, modules: dict[str, Path]) -> set[str]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The nodes of a circle, the first of them also at the end; none if there is none."""
+    """The nodes of a cycle, with the first one again at the end; empty if there is no cycle."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -123,7 +127,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def rooms_of(graph: dict[str, set[str]], packages: set[str]) -> dict[str, set[str]]:
-    """Rooms that a room imports, without `__init__` files: those gather what others may import."""
+    """For each room, the rooms that it imports. `__init__` files, which re-export, do not count."""
 
     def room(module: str) -> str:
         inside = module.removeprefix(f"{ROOMS}.")
@@ -138,7 +142,7 @@ def rooms_of(graph: dict[str, set[str]], packages: set[str]) -> dict[str, set[st
 
 
 def problems() -> Iterator[str]:
-    """Every broken rule."""
+    """Yields a message for every broken rule."""
     modules = modules_of(PACKAGES)
     for file in modules.values():
         if file != HOME:

@@ -1,4 +1,4 @@
-"""Checks that the folders keep to their layers; the tables below are the rules of the design."""
+"""Checks what each folder may include, import and read; the tables below are the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GETENV = re.compile(r"\b(?:secure_)?getenv\s*\(")
 # Headers that only some files may include; the first pattern that matches counts.
 RESTRICTED_HEADERS = {
     r"pybind11/.*|Python\.h": ("csrc/bindings/*",),
-    r"cuda_(bf16|fp16|fp8)\.h": ("csrc/cuda/*", "csrc/core/float*.h"),  # storage types, guarded
+    r"cuda_(bf16|fp16|fp8)\.h": ("csrc/cuda/*", "csrc/core/float*.h"),  # storage types, under #if
     r"(cuda|cublas|cudnn|nccl).*": ("csrc/cuda/*",),
     r"yaml-cpp/.*": ("csrc/inspect/config*.cpp",),
     r"(torch|ATen|c10)/.*": (),
@@ -40,7 +40,7 @@ PACKAGES = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect")
 FORBIDDEN_IMPORTS = {
     "nvdlfw_inspect": {"torch", "transformer_engine"},
 }
-ENVIRONMENT_READER = "_env.py"  # of each Python package
+ENVIRONMENT_READER = "_env.py"  # in each Python package the only reader of the environment
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -58,7 +58,7 @@ def check_cpp(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _check_kernels(text: str) -> Iterator[tuple[int, str]]:
-    """Kernels start and begin as csrc/cuda/device/dependent_launch.cuh says, or memory races."""
+    """Checks that kernels follow the rules of csrc/cuda/device/dependent_launch.cuh."""
     if (chevrons := text.find("<<<")) >= 0:
         yield text.count("\n", 0, chevrons) + 1, "launches by <<<; use launch_dependent"
     kernels = text.count("__global__")

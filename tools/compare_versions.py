@@ -1,16 +1,17 @@
-"""Compares two versions of this package bit for bit, by what their public interface gives.
+"""Compares the results of two versions of this package bit for bit, by their public interface.
 
     PYTHONPATH=OLD python tools/compare_versions.py record old.json
     PYTHONPATH=NEW python tools/compare_versions.py record new.json
     python tools/compare_versions.py diff old.json new.json
 
 `record` runs the cases of tools/comparison with the package that Python finds, and writes
-fingerprints: outputs, gradients, states, counts of GEMMs, logs. Nothing may be installed for it but
-torch. `diff` says what differs; its exit code is 1 where something does. tools/compare_with.sh does
-all of it against a commit.
+fingerprints of outputs, gradients, states, counts of GEMMs and logs. It needs no packages except
+torch. `diff` prints the differences; its exit code is 1 if there are any. tools/compare_with.sh
+does all of this for a commit.
 
-On a GPU some results need not repeat (sums of gradients in no fixed order): record one version a
-second time and give that to `diff` as --again, and what differs between those two does not count.
+On a GPU, some results are not deterministic (gradients that are summed in no fixed order). Record
+one version a second time and pass that file to `diff` as --again: results that differ between the
+two records of this version are left out.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-THREADS = 2  # sums on the CPU may depend on it
+THREADS = 2  # fixed, because sums on the CPU may depend on the number
 COMPARED = ("sha256", "dtype", "shape", "value")
 Document = dict[str, Any]
 Entry = dict[str, Any]
 
 
 class Record:
-    """A file of findings that is a whole JSON document after each case.
+    """A file of findings that is a complete JSON document after each case.
 
     Args:
-        path: of the file.
-        versions: what was recorded, and where.
-        planned: names of the cases that are to come.
+        path: path of the file.
+        versions: the versions that are recorded, the device and the seed.
+        planned: names of all cases that will run.
     """
 
     def __init__(self, path: Path, versions: dict[str, Any], planned: list[str]) -> None:
@@ -64,8 +65,8 @@ class Record:
         """Write the findings of a case.
 
         Args:
-            name: of the case.
-            found: its entries.
+            name: name of the case.
+            found: the entries that the case has found.
         """
         self._file.write(f"{self._separator}{json.dumps(name)}: {json.dumps(found)}")
         self._separator = ",\n"
@@ -86,7 +87,7 @@ def record(arguments: argparse.Namespace) -> int:
         kinds.add("compiled")
     cases = [case for case in all_cases() if case.kind in kinds]
     cases = [case for case in cases if re.search(arguments.only, case.name)]
-    random.Random(0).shuffle(cases)  # what a limit leaves has something of everything
+    random.Random(0).shuffle(cases)  # a time limit then leaves cases of every kind
     versions = {
         "transformer_engine": transformer_engine.__version__,
         "torch": torch.__version__,
@@ -100,12 +101,12 @@ def record(arguments: argparse.Namespace) -> int:
 
 
 def run(cases: list[Any], out: Record, arguments: argparse.Namespace) -> None:
-    """Run cases until they or the time are at an end.
+    """Run cases until all have run or the time is up.
 
     Args:
-        cases: of tools/comparison.
-        out: takes what they find.
-        arguments: of the command line.
+        cases: cases of tools/comparison.
+        out: the file that receives the findings.
+        arguments: arguments of the command line.
     """
     begin, failed, done = time.monotonic(), 0, 0
     for case in cases:
@@ -125,7 +126,7 @@ def run(cases: list[Any], out: Record, arguments: argparse.Namespace) -> None:
 
 
 def shown(entry: Entry | None) -> str:
-    """An entry in a few words."""
+    """A short text about an entry."""
     if entry is None:
         return "nothing"
     if "value" in entry:
@@ -135,7 +136,7 @@ def shown(entry: Entry | None) -> str:
 
 
 def same(one: Entry | None, other: Entry | None) -> bool:
-    """Whether two entries are the same in all that counts."""
+    """Whether two entries agree in all keys that are compared."""
     if one is None or other is None:
         return one is other
     return all(one.get(key) == other.get(key) for key in COMPARED)
@@ -147,12 +148,13 @@ def differences(
     """Compare the entries of a case.
 
     Args:
-        old: entries of one version.
-        new: of the other.
-        again: of the first one, recorded anew; what differs there is left out.
+        old: entries of the first version.
+        new: entries of the second version.
+        again: entries of a second record of the first version; entries that differ between its two
+            records are left out.
 
     Returns:
-        A line for each entry that differs, and how many were left out.
+        A line for each entry that differs, and the number of entries that were left out.
     """
     found, left_out = [], 0
     for name in [*old, *(name for name in new if name not in old)]:
@@ -165,12 +167,12 @@ def differences(
 
 
 def only_in(document: Document, other: Document) -> list[str]:
-    """Cases of a document that the other one was not even meant to have."""
+    """Cases that a document planned to run and the other one did not."""
     return sorted(set(document["planned"]) - set(other["planned"]))
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Print what differs between two files, and return 1 where something does."""
+    """Print the differences between two files; return 1 if there are any."""
     documents = [json.loads(path.read_text()) for path in (arguments.old, arguments.new)]
     old, new = documents
     again = json.loads(arguments.again.read_text())["cases"] if arguments.again else {}
@@ -202,10 +204,10 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the arguments say.
+    """Run the command `record` or `diff`.
 
     Args:
-        arguments: of the command line; None for those of this process.
+        arguments: arguments of the command line; None for those of this process.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     verbs = parser.add_subparsers(required=True)

@@ -1,7 +1,7 @@
 """Finds the functions of a C++ or CUDA file by their braces, to count lines and parameters.
 
-A heuristic: macros are not expanded, and a function is a brace that follows a parameter list and is
-not inside another function.
+This is a heuristic: macros are not expanded. A function is taken to begin at a brace that follows a
+parameter list and is not inside another function.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _in_parentheses(head: str) -> bool:
 
 
 def _brace_kind(head: str) -> str:
-    """Says what a brace outside of all functions opens."""
+    """Returns what a brace outside of all functions opens: function, initializer or block."""
     if SIGNATURE_END.search(head):
         return "function"
     if MEMBER_INITIALIZER.search(head) and not SCOPE.search(head):

@@ -1,9 +1,9 @@
-"""Writes transformer_engine/_C.pyi, from what the built module says of itself.
+"""Writes transformer_engine/_C.pyi, from the docstrings of the built module.
 
     PYTHONPATH=. python tools/make_stub.py
 
-pybind11 puts the signature of every function into its docstring. A test compares the file with the
-module, so that calls which mypy accepts are calls that the module takes.
+pybind11 puts the signature of every function into the docstring. A test compares the file with the
+module, so that a call which mypy accepts fits the function of the module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 """
-# What pybind11 takes is wider than what is meant: __int__ and __float__ convert, sizes are checked.
+# pybind11 accepts more types than are meant: anything with __int__ or __float__ is converted.
 PLAIN = (
     (r"typing\.SupportsInt( \| typing\.SupportsIndex)?", "int"),
     (r"typing\.SupportsFloat( \| typing\.SupportsIndex)?", "float"),
@@ -35,7 +35,7 @@ PLAIN = (
 
 
 def split(parameters: str) -> list[str]:
-    """The parameters of a signature: `name: type = default` each."""
+    """The parameters of a signature, each as `name: type = default`."""
     found, depth = [""], 0
     for character in parameters:
         depth += (character in "[(") - (character in "])")
@@ -47,7 +47,7 @@ def split(parameters: str) -> list[str]:
 
 
 def definition(signature: str, indent: str = "") -> str:
-    """`def name(parameters) -> result: ...`, formatted as ruff does it."""
+    """`def name(parameters) -> result: ...`, formatted as ruff formats it."""
     for pattern, meant in PLAIN:
         signature = re.sub(pattern, meant, signature)
     matched = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", signature)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Computes a training step of 8 to 1,024 GPUs from schedules of collectives and measured rates.
+"""Computes the time of a training step on 8 to 1,024 GPUs from collectives and measured rates.
 
     python tools/simulate_parallel.py   # writes tables into docs/explanation
 
-The schedule is what a layer says of itself: it runs once, small, as one rank of a group whose other
-ranks are not there (torch's "fake" backend), and `te.parallel_report` tells which collectives it
-has started. Times of one GPU and of two are those of benchmarks/results, where four were measured,
-too: what the times of one and of two say of four is put beside that.
+The list of collectives comes from a run: a small layer runs once as one rank of a group whose other
+ranks do not exist (torch's "fake" backend), and `te.parallel_report` returns the collectives that
+it has started. The times of one GPU and of two GPUs are read from benchmarks/results. There are
+also measured times of four GPUs, which a table compares with the computed ones.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/explanation/many_gpus_simulated.md"
 RESULTS = ROOT / "benchmarks/results"
 
-NODE = 8  # GPUs that NVLink connects
+NODE = 8  # GPUs of a node, which NVLink connects
 NVLINK = 370e9  # bytes/s that a GPU sends in all-gathers and reduce-scatters of a node, published
-NETWORK = 40e9  # bytes/s of a GPU to other nodes: 400 Gbit/s, a fifth of it protocol; assumed
-GRADIENT_BYTES = 2  # of a weight's gradient on the wire
+NETWORK = 40e9  # bytes/s of a GPU to other nodes: 400 Gbit/s less a fifth for protocols; assumed
+GRADIENT_BYTES = 2  # bytes that are sent for the gradient of one weight
 TP_SIZES = (1, 2, 4, 8)
 GPUS = (8, 64, 256, 1024)
-SMALL = 256  # hidden size of the layer that is run; bytes are in proportion
+SMALL = 256  # hidden size of the layer that runs; bytes are proportional to it
 TOKENS = (16, 2)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer, and the tokens that a tensor parallel group takes at once.
+    """The sizes of a layer, and of a batch of a tensor parallel group.
 
     Attributes:
-        hidden, ffn, seq, batch: its sizes.
+        hidden, ffn: hidden sizes of the layer and of its MLP.
+        seq, batch: tokens in a sequence, and sequences.
     """
 
     hidden: int
@@ -58,17 +59,17 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a tensor parallel group."""
+        """Number of tokens of a tensor parallel group."""
         return self.seq * self.batch
 
     @property
     def weights(self) -> int:
-        """Of the four projections and of the MLP."""
+        """Number of weights of the four attention projections and the MLP."""
         return 4 * self.hidden**2 + 2 * self.hidden * self.ffn
 
     @property
     def flops(self) -> float:
-        """Forward and backward; causal attention counts half."""
+        """Operations of forward and backward; causal attention counts half."""
         return 3.0 * self.tokens * (2 * self.weights + 2 * self.seq * self.hidden)
 
 
@@ -77,9 +78,9 @@ class Precision:
     """How a layer runs.
 
     Attributes:
-        name: in the benchmarks.
-        fp8: whether GEMMs take FP8.
-        weight_bytes: of a weight that `fully_shard` gathers.
+        name: name of the precision in the benchmarks.
+        fp8: whether GEMMs run in FP8.
+        weight_bytes: bytes per weight that `fully_shard` gathers.
     """
 
     name: str
@@ -89,13 +90,13 @@ class Precision:
 
 @dataclass(frozen=True)
 class Collective:
-    """One of a layer, as a part of `tokens x hidden`.
+    """A collective of a layer; its size is relative to an activation, `tokens x hidden`.
 
     Attributes:
-        label: layer, direction and kind.
+        label: layer, direction and kind of the collective.
         kind: `fp8`, or a dtype.
-        share: bytes that pass a rank's link, for each element of the whole activation.
-        hidden: a GEMM runs meanwhile.
+        share: bytes that pass a rank's link, per element of the whole activation.
+        hidden: whether a GEMM runs at the same time.
     """
 
     label: str
@@ -149,10 +150,11 @@ def tensor_parallel_ms(collectives: list[Collective], shape: Shape, rate: float)
 
 
 def sharded_ms(shape: Shape, weight_bytes: int, tp: int, gpus: int, compute: float) -> float:
-    """What the forward and the backward of a layer wait for weights and gradients.
+    """Milliseconds that forward and backward of a layer wait for weights and gradients.
 
-    Weights of the next layer are gathered under this one, and its gradients are scattered under
-    the one before; a third of the computing is the forward.
+    While a layer computes, the weights of the next layer are all-gathered and, in the backward,
+    gradients are reduce-scattered. Only the time beyond the computing counts as waiting. A third of
+    the computing is in the forward.
     """
     copies = gpus // tp
     rate = NVLINK if gpus <= NODE else min(NVLINK, NETWORK * NODE / tp)
@@ -163,22 +165,22 @@ def sharded_ms(shape: Shape, weight_bytes: int, tp: int, gpus: int, compute: flo
 
 
 class Measured:
-    """Milliseconds of a layer, forward and backward, of a file of benchmarks/results."""
+    """Measured milliseconds of a layer, forward and backward, from a file of benchmarks/results."""
 
     def __init__(self, name: str = "parallel") -> None:
         document = json.loads((RESULTS / f"{name}.json").read_text())
         self.gpu, self.rows = document["gpu"], document["rows"]
 
     def shared(self, shape: Shape, precision: str, ranks: int) -> float:
-        """On GPUs that share it."""
+        """The time on `ranks` GPUs with tensor parallelism."""
         return float(self._row(shape, precision, ranks)["ms"])
 
     def one(self, shape: Shape, precision: str) -> float:
-        """On one GPU, in the same run."""
+        """The time on one GPU, measured in the same run."""
         return 2 * float(self._row(shape, precision, 2)["share_ms"])
 
     def collectives(self, shape: Shape) -> float:
-        """All of a layer in bf16 on two GPUs, one after the other."""
+        """The time of all collectives of a layer in bf16 on two GPUs, one after the other."""
         return float(self._row(shape, "bf16", 2)["alone_ms"])
 
     def _row(self, shape: Shape, precision: str, ranks: int) -> dict[str, Any]:
@@ -190,8 +192,9 @@ class Simulation:
     """Steps of a layer of one shape in one precision.
 
     Attributes:
-        rate: bytes/s on two GPUs, from what their collectives took alone.
-        exposed: how much longer two GPUs took than half of one, in times of their collectives.
+        rate: bytes/s on two GPUs, from the time of the collectives without GEMMs.
+        exposed: the share of the collectives' time that GEMMs did not hide on two GPUs: the time of
+            two GPUs less half the time of one, divided by the time of the collectives.
     """
 
     def __init__(
@@ -210,7 +213,7 @@ class Simulation:
         self.exposed = max(0.0, self.measured - self.half) / self.whole
 
     def step(self, tp: int, gpus: int) -> tuple[float, float]:
-        """Milliseconds of a layer: where GEMMs hide all collectives, and as two GPUs were found."""
+        """Milliseconds of a layer if GEMMs hide all collectives, or as much as on two GPUs."""
         compute = self.alone / tp
         waited = 0.0
         if tp > 1:
@@ -220,12 +223,12 @@ class Simulation:
         return compute + shards, compute + waited + shards
 
     def efficiency(self, tp: int, gpus: int) -> tuple[float, float]:
-        """One GPU's time, divided by that of as many as share it."""
+        """Speed-up by tensor parallelism divided by `tp`, for both cases of `step`."""
         best, found = self.step(tp, gpus)
         return self.alone / tp / best, self.alone / tp / found
 
     def tflops(self, tp: int, gpus: int) -> tuple[float, float]:
-        """TFLOP/s of a GPU."""
+        """TFLOP/s of each GPU, for both cases of `step`."""
         best, found = self.step(tp, gpus)
         work = self.shape.flops / tp / 1e9
         return work / best, work / found
@@ -269,7 +272,7 @@ def tables(simulations: list[Simulation]) -> dict[str, str]:
 
 
 def beside_four(simulations: list[Simulation], measured: Measured) -> str:
-    """A table: what one GPU and two say of four, and what four were found to take."""
+    """A table of the times of four GPUs, computed from one and two GPUs, and measured."""
     lines = [
         f"| layer, {measured.gpu} | one GPU / 4 | TP 4, computed | TP 4, measured | error |",
         "|---|---|---|---|---|",
@@ -285,7 +288,7 @@ def beside_four(simulations: list[Simulation], measured: Measured) -> str:
 
 
 def main() -> None:
-    """Entry."""
+    """Compute all tables and write them into the page."""
     schedules = {(tp, fp8): schedule(tp, fp8) for tp in TP_SIZES[1:] for fp8 in (False, True)}
 
     def simulations(measured: Measured) -> list[Simulation]:

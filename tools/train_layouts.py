@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Trains the example's GPT under every layout of ranks, and writes the losses into a how-to.
+"""Trains the GPT of examples/ in every layout of ranks, and writes the losses into a how-to.
 
 python tools/train_layouts.py             # CPUs and gloo; several minutes
-python tools/train_layouts.py --steps 20  # fewer, and what was found is printed alone
+python tools/train_layouts.py --steps 20  # fewer steps; only prints the table
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRECISIONS = ("fp32", "fp8")
 
 
 def losses(folder: Path, ranks: int, layout: str, precision: str, steps: int) -> torch.Tensor:
-    """The loss of every step."""
+    """The loss of every step of a run."""
     checkpoint = folder / "run.pt"
     checkpoint.unlink(missing_ok=True)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if layout else []
@@ -56,7 +56,7 @@ def losses(folder: Path, ranks: int, layout: str, precision: str, steps: int) ->
 
 
 def table(steps: int) -> str:
-    """Losses of the last step, and the largest difference of any step from one process."""
+    """A table: the loss of the last step, and the largest relative difference from one process."""
     heads = [f"{precision}: last loss | furthest apart" for precision in PRECISIONS]
     lines = [
         f"| layout | ranks | {' | '.join(heads)} |",
@@ -79,7 +79,7 @@ def table(steps: int) -> str:
 
 
 def main() -> None:
-    """Entry."""
+    """Train all layouts; write the table into the page if the number of steps is the default."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     steps = parser.parse_args().steps

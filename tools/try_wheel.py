@@ -1,7 +1,7 @@
-"""Tries the installed package: that it needs nothing of this machine, and that a layer trains.
+"""Tests an installed wheel: it must not need libraries of this machine, and a layer must train.
 
-Run by tools/wheel.sh in a clean environment, from a folder without sources. Where torch is not
-installed, what needs none is tried.
+tools/wheel.sh runs this in a clean environment, from a folder without sources. If torch is not
+installed, only the parts that do not need torch are tested.
 """
 
 import importlib.metadata
@@ -15,13 +15,13 @@ from transformer_engine import _C, __version__, doctor
 
 
 def libraries() -> set[str]:
-    """Shared libraries that a process has of ours, or because of us."""
+    """Names of the shared libraries that are loaded in this process."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     return {Path(path).name for path in mapped if ".so" in path}
 
 
 def inspect() -> None:
-    """A session that reads a configuration: yaml-cpp is inside."""
+    """Run a debug session that reads a configuration, with the yaml-cpp of the wheel."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
         statistics = "LogTensorStats: {enabled: True, tensors: [activation], stats: [mean]}"
@@ -31,7 +31,7 @@ def inspect() -> None:
 
 
 def train() -> None:
-    """A layer in FP8, forward and backward, on every device that is here."""
+    """Run a layer in FP8, forward and backward, on the CPU and on a GPU if there is one."""
     import torch  # noqa: PLC0415 - it may be absent
 
     import transformer_engine.pytorch as te  # noqa: PLC0415
@@ -46,7 +46,7 @@ def train() -> None:
 
 
 def main() -> None:
-    """Try everything that can be tried here."""
+    """Run all tests that this machine can run."""
     assert "site-packages" in str(_C.__file__), f"{_C.__file__} is not installed"
     assert __version__ == importlib.metadata.version("transformer-engine")
     ours = {name for name in libraries() if name.startswith(("libstdc++", "libyaml-cpp"))}

@@ -1,4 +1,4 @@
-"""What `compare_versions.py` runs: cases that use nothing but the public interface."""
+"""The cases that `compare_versions.py` runs. They use only the public interface."""
 
 import functools
 

@@ -48,12 +48,12 @@ def padding_of(bench: Bench, lengths: list[int], longest: int) -> torch.Tensor:
 
 
 def shorter(length: int, batch: int) -> list[int]:
-    """Lengths of sequences, the first of which is whole."""
+    """Lengths of the sequences of a batch: the first has `length`, the others are shorter."""
     return [length - (i * length) // (batch + 1) for i in range(batch)]
 
 
 def makes_sense(row: Row) -> bool:
-    """Whether attention takes such a call, and the values are not there in vain."""
+    """Whether attention accepts such a call, and every value of the row has an effect."""
     packed = "thd" in row["format"]
     padded = "padding" in row["mask"]
     if packed and not (padded and row["told by"] != "masks"):
@@ -68,7 +68,7 @@ def makes_sense(row: Row) -> bool:
 
 
 class Problem:
-    """The sizes of a row, and the arguments that they make."""
+    """The sizes of a row of the table, and the arguments of a call with these sizes."""
 
     def __init__(self, row: Row) -> None:
         self.row, self.batch = row, 3
@@ -81,7 +81,7 @@ class Problem:
         self.real_keys = self.real_queries if same else shorter(self.keys, self.batch)
 
     def build(self, **more: Any) -> nn.Module:
-        """The module; its own parameters alone have a device."""
+        """The module; `device` is the device of its parameters."""
         row, device = self.row, more["device"]
         module = te.DotProductAttention(
             HEADS,
@@ -98,7 +98,7 @@ class Problem:
         return module.to(device)
 
     def arguments(self, bench: Bench, dtype: torch.dtype) -> Arguments:
-        """Query, key and value, and what says who sees whom."""
+        """Query, key and value, and the mask and bias of the call."""
         sides = [(self.queries, HEADS, self.sizes[0])]
         sides += [(self.keys, self.groups or HEADS, size) for size in self.sizes]
         x = []
@@ -149,7 +149,7 @@ class Problem:
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     for row in pairwise(FACTORS, makes_sense, TABLES):
 
         def run(bench: Bench, row: Row = row) -> None:

@@ -1,4 +1,4 @@
-"""What all cases share: where they run, precisions, recipes, and tables of pairs."""
+"""What all cases share: devices and inputs, precisions, recipes, and pairwise tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformer_engine.common.recipe import (
 
 
 class Precision(NamedTuple):
-    """Of parameters and inputs, and of `torch.autocast` where that is on."""
+    """The dtype of parameters and inputs, and of `torch.autocast` if it is on."""
 
     dtype: torch.dtype
     autocast: torch.dtype | None = None
@@ -56,15 +56,15 @@ FEW_RECIPES = ("none", "delayed", "current", "blocks")
 
 
 class Bench:
-    """Where a case runs.
+    """Makes the inputs of a case on a device, and collects what the case finds.
 
     Args:
         device: `cpu` or `cuda`.
-        seed: of the inputs, which are drawn on the CPU.
+        seed: seed of the inputs, which are drawn on the CPU.
 
     Attributes:
-        device: where inputs and modules are.
-        found: what the case has found.
+        device: device of inputs and modules.
+        found: the findings of the case.
     """
 
     def __init__(self, device: str, seed: int) -> None:
@@ -75,43 +75,43 @@ class Bench:
     def tensor(
         self, *shape: int, dtype: torch.dtype = torch.float32, grad: bool = False, scale: float = 1
     ) -> torch.Tensor:
-        """Normal numbers.
+        """Normally distributed numbers.
 
         Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-            grad: whether it requires a gradient.
-            scale: their deviation.
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
+            grad: whether the tensor requires a gradient.
+            scale: standard deviation.
         """
         x = torch.randn(shape, generator=self._generator) * scale
         return x.to(self.device, dtype).requires_grad_(grad)
 
     def integers(self, below: int, *shape: int) -> torch.Tensor:
-        """Integers from 0 on.
+        """Integers from 0 to `below - 1`.
 
         Args:
-            below: all are smaller.
-            shape: of the tensor.
+            below: upper bound, not included.
+            shape: shape of the tensor.
         """
         return torch.randint(below, shape, generator=self._generator).to(self.device)
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
-        """Normal numbers, as the gradient of a tensor has."""
+        """Normally distributed numbers in the shape and dtype of `x`, for its gradient."""
         return self.tensor(*x.shape, dtype=x.dtype)
 
     def ends(self, lengths: Sequence[int]) -> torch.Tensor:
-        """int32 `[batch + 1]`: where sequences end, as `cu_seqlens` says."""
+        """int32 `[batch + 1]`: 0 and the end of each sequence, as in `cu_seqlens`."""
         ends = [0, *itertools.accumulate(lengths)]
         return torch.tensor(ends, dtype=torch.int32, device=self.device)
 
     @contextmanager
     def scope(self, precision: Precision, recipe: Recipe | None, **more: bool) -> Iterator[None]:
-        """Inside of the autocasts that are asked for.
+        """Enter `torch.autocast` and `te.fp8_autocast` as requested.
 
         Args:
             precision: says whether `torch.autocast` is on.
-            recipe: of `te.fp8_autocast`; None is without it.
-            more: `enabled` and `calibrating`.
+            recipe: recipe of `te.fp8_autocast`; None: no `te.fp8_autocast`.
+            more: `enabled` and `calibrating` of `te.fp8_autocast`.
         """
         mixed: Any = nullcontext()
         if precision.autocast is not None:
@@ -125,12 +125,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """Something that is run and leaves findings.
+    """A function that is run and adds findings.
 
     Attributes:
-        name: unique; `/` stands between its parts.
-        run: runs it.
-        kind: `any`, `cuda` for cases of GPUs alone, or `compiled`.
+        name: a unique name; its parts are separated by `/`.
+        run: the function.
+        kind: `any`, `cuda` for cases that need a GPU, or `compiled`.
     """
 
     name: str
@@ -138,11 +138,11 @@ class Case:
     kind: str = "any"
 
     def record(self, device: str, seed: int) -> dict[str, Any]:
-        """Run it, whatever ran before, and return what was found.
+        """Run the case with fresh global state, and return its findings.
 
         Args:
             device: `cpu` or `cuda`.
-            seed: of everything that is drawn.
+            seed: seed of all random numbers.
         """
         seed = zlib.crc32(f"{seed} {self.name}".encode())  # generators of the CPU take 32 bits
         te.fp8.FP8GlobalStateManager.reset()
@@ -161,7 +161,7 @@ class Case:
         except Exception as error:  # an error is a finding like any other
             bench.found.fail(error)
         if self.kind == "cuda":
-            gc.collect()  # what graphs and hosts hold
+            gc.collect()  # memory of CUDA graphs and of offloading
         return bench.found.entries
 
 
@@ -174,13 +174,15 @@ def pairwise(
     tables: int = 1,
     apart: Sequence[str] = (),
 ) -> list[Row]:
-    """Rows in which every two values of two factors meet; the same at every call.
+    """A pairwise test table: for every two factors, each pair of their values occurs in some row.
+
+    The rows are the same in every call.
 
     Args:
-        factors: the values of each.
-        allowed: whether a row makes sense; pairs that no row of these has are left out.
-        tables: so often do two values meet, if others allow it.
-        apart: two factors whose values need not all meet.
+        factors: the values of each factor.
+        allowed: whether a row makes sense; a pair for which no such row is found is left out.
+        tables: number of tables that are joined, so that most pairs occur this often.
+        apart: two factors whose pairs of values need not all occur.
     """
     rows = [row for seed in range(tables) for row in _table(factors, allowed, seed, set(apart))]
     return [row for place, row in enumerate(rows) if row not in rows[:place]]
@@ -221,11 +223,11 @@ def _table(
 
 
 def public(name: str, *modules: str) -> Any:
-    """A function that versions keep in different modules.
+    """A public function that is in different modules in different versions.
 
     Args:
-        name: of the function.
-        modules: of `transformer_engine.pytorch`, the documented one first.
+        name: name of the function.
+        modules: modules of `transformer_engine.pytorch` to search, the documented one first.
     """
     for module in modules:
         try:

@@ -1,4 +1,4 @@
-"""Cases of compiled modules; compiling takes seconds, so there are few."""
+"""Cases of compiled modules. There are few, because each compilation takes seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIDDEN, FFN = 64, 96
 
 
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-# Class, options, recipe, tokens of a sequence, use.
+# Class, options, recipe, tokens in a sequence, use.
 COMPILED: tuple[tuple[str, dict[str, Any], str, int, str], ...] = (
     ("Linear", {}, "none", 16, "plain"),
     ("Linear", {}, "delayed", 13, "plain"),
@@ -52,5 +52,5 @@ def _case(kind: str, options: dict[str, Any], recipe: str, tokens: int, use: str
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     yield from (_case(*row) for row in COMPILED)

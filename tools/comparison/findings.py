@@ -1,4 +1,4 @@
-"""What a case leaves behind: fingerprints of tensors, numbers and texts, by name."""
+"""The findings of a case: fingerprints of tensors, numbers and texts, by name."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 import transformer_engine.pytorch as te
 
 Entry = dict[str, Any]
-# What tensors in FP8 are made of, under the names that checkpoints and optimizers read.
+# The parts of FP8 tensors, under the attribute names that checkpoints and optimizers read.
 PARTS = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 
 
 class Findings:
     """Entries by name, in the order in which they were found.
 
-    An entry has the keys `sha256`, `dtype`, `shape` and `norm` (for the reader: it is not
-    compared), or `value` for what is no tensor.
+    The entry of a tensor has the keys `sha256`, `dtype`, `shape` and `norm` (the norm is for the
+    reader only and is not compared). The entry of another value has the key `value`.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Note a tensor, a number, bytes, or all that a tuple, list or mapping holds.
+        """Add a tensor, a number, bytes, or all elements of a tuple, list or mapping.
 
         Args:
-            name: of the entry; parts of a value have the names of their places behind it.
-            value: what was found.
+            name: name of the entry; for elements, the index or key is appended.
+            value: the value.
         """
         if isinstance(value, te.QuantizedTensor):
             self._put(name, _of_tensor(value.dequantize()))
@@ -53,16 +53,16 @@ class Findings:
             self._put(name, {"value": repr(value)})
 
     def add_text(self, name: str, text: str) -> None:
-        """Note a text.
+        """Add a text.
 
         Args:
-            name: of the entry.
-            text: compared as a whole; its shape is its number of lines.
+            name: name of the entry.
+            text: the text, which is compared as a whole; the number of lines counts as shape.
         """
         self._put(name, _entry(text.encode(), "text", [text.count("\n")]))
 
     def fail(self, error: Exception) -> None:
-        """Note how the case ended."""
+        """Add the error with which the case ended."""
         self._put("error", {"value": f"{type(error).__name__}: {error}"})
 
     def _put(self, name: str, entry: Entry) -> None:

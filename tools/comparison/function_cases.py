@@ -1,4 +1,4 @@
-"""Cases of functions: loss, experts, rotation, products, quantizers, padding, optimizers."""
+"""Cases of functions: loss, MoE, rotary embedding, GEMMs, quantizers, padding, optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _dtype(row: Row) -> torch.dtype:
 
 
 def _differentiate(bench: Bench, out: Any, *inputs: torch.Tensor) -> None:
-    """Note a result and the gradients of its inputs."""
+    """Add a result and the gradients of its inputs to the findings."""
     bench.found.add("out", out)
     ends = [x for x in tensors_in(out) if x.requires_grad]
     if ends:
@@ -40,7 +40,7 @@ def _cross_entropy(bench: Bench, row: Row) -> None:
 
 
 def _permutation(bench: Bench, row: Row) -> None:
-    """Each token has two experts: two gradients add up to the same in any order."""
+    """Each token has two experts, because a sum of two gradients does not depend on their order."""
     tokens, experts = 23, 5
     x = bench.tensor(tokens, 16, dtype=_dtype(row), grad=True)
     probs = bench.tensor(tokens, experts).softmax(1).requires_grad_()
@@ -149,7 +149,7 @@ def _quantizer(bench: Bench, row: Row) -> None:
 
 
 def _padding(bench: Bench, row: Row) -> None:
-    """Around two grouped layers, as in a mixture of experts."""
+    """Padding before and after two grouped layers, as in a mixture of experts."""
     splits = {"ragged": [5, 0, 21, 16], "even": [16, 32, 0, 16]}[row["rows"]]
     size = None if row["size"] == "usual" else int(row["size"])
     pad, unpad = te.Fp8Padding(4, size), te.Fp8Unpadding(4, size)
@@ -199,7 +199,7 @@ def _lists(bench: Bench, row: Row) -> None:
 
 
 class _Block(nn.Module):
-    """A block of torch's layers."""
+    """A block of torch's layers, which `te.convert` replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,12 +290,12 @@ FUNCTIONS: dict[str, tuple[Run, dict[str, tuple[str, ...]]]] = {
 
 
 def _repeats(row: Row) -> bool:
-    """Torch's fused SGD reads what nobody wrote where parameters of few bits lie on a CPU."""
+    """Whether results repeat: torch's fused SGD reads undefined memory for 16-bit parameters."""
     return row.get("optimizer") != "FusedSGD" or row["dtype"] == "fp32"
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     for name, (run, factors) in FUNCTIONS.items():
         for row in pairwise({**factors, "dtype": DTYPES}, _repeats):
             parts = [part for part in (name, *row.values()) if part]

@@ -1,4 +1,4 @@
-"""Cases of sessions of the debugger: what they log of layers, and what these then give."""
+"""Cases of debugger sessions: the files that they write, and the results of the layers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _build(kind: str, **more: Any) -> nn.Module:
 
 
 def _add_logs(bench: Bench, folder: Path) -> None:
-    """Note every file that a session wrote; texts without places and times."""
+    """Add every file that a session wrote; paths and times are removed from texts."""
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             continue
@@ -158,7 +158,7 @@ def _inspect(bench: Bench, row: Row) -> None:
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     factors = {
         "module": ("TransformerLayer", "LayerNormMLP", "GroupedLinear"),
         "features": tuple(CONFIGURATIONS),

@@ -1,4 +1,4 @@
-"""Cases of a GPU alone: sizes at which its libraries choose other kernels, graphs, offloading."""
+"""Cases that need a GPU: sizes for which libraries choose other kernels, graphs, offloading."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _graphed() -> Iterator[Case]:
 
 
 class _Offloaded(nn.Module):
-    """Layers whose saved tensors wait on the host."""
+    """Layers whose saved tensors are offloaded to the host until the backward."""
 
     def __init__(self, weights: bool, **more: Any) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def _offloaded() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     yield from _layers()
     yield from _beyond()
     yield from _attention()

@@ -14,13 +14,13 @@ from comparison.bench import FEW_RECIPES, PRECISIONS, Bench, Case, Row, pairwise
 from comparison.training import Arguments, Subject, train
 
 HEADS = 4
-KEYS = 19  # of what a decoder attends to
+KEYS = 19  # length of the encoder output that a decoder attends to
 Options = dict[str, Any]
 Factors = dict[str, tuple[str, ...]]
 
 
 class Sizes(NamedTuple):
-    """Of a batch, and of the layer."""
+    """The sizes of a batch and of the layer."""
 
     length: int
     batch: int
@@ -33,7 +33,7 @@ SIZES: dict[str, int | None] = {"heads of 32": None, "heads of 64": 64, "heads o
 FUSED: Options = {"fuse_qkv_params": True}
 FLAT: Options = {**FUSED, "qkv_weight_interleaved": False}
 RMS: Options = {"normalization": "RMSNorm"}
-# What both take; a key that starts with ">" is for the call, see `_call`.
+# Options of both classes. A key that begins with ">" is for the call, see `Layer.of_call`.
 SHARED: dict[str, Options] = {
     "plain": {},
     "fused qkv": FUSED,
@@ -154,10 +154,10 @@ class Layer:
 
     Args:
         kind: `MultiheadAttention` or `TransformerLayer`.
-        options: of the constructor, and with ">" of the call.
+        options: options of the constructor and, with ">" before the name, of the call.
         layout: `sbhd` or `bshd`.
-        sizes: of the batch and the layer.
-        head: size of a head; None is that of the hidden size.
+        sizes: sizes of the batch and the layer.
+        head: size of a head; None: the hidden size divided by the number of heads.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Layer:
         return te.MultiheadAttention(hidden, HEADS, **{**self._options, **more})
 
     def arguments(self, bench: Bench, dtype: torch.dtype) -> Arguments:
-        """The input, and what the options say of the call."""
+        """The input, and the keyword arguments of the call."""
         named: dict[str, Any] = {**self._mask(bench), **self._bias(bench, dtype)}
         if share := self.of_call.get(">rope"):
             rotary = te.RotaryPositionEmbedding(
@@ -276,7 +276,7 @@ def _layers(kind: str, options: dict[str, Options], factors: Factors) -> Iterato
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     factors: Factors = {
         "recipe": ("none", "delayed", "fp8 attention"),
         "use": ATTENTION_USES,

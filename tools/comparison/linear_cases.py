@@ -1,4 +1,4 @@
-"""Cases of the layers with GEMMs alone, of norms, and of operations."""
+"""Cases of Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, of norms and of `te.ops`."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def inputs(bench: Bench, dtype: torch.dtype, tokens: str, features: int = IN) ->
     """The input of a layer, with a gradient.
 
     Args:
-        bench: draws it.
-        dtype: of the input.
+        bench: draws the values.
+        dtype: dtype of the input.
         tokens: a key of LEADING.
-        features: its last size.
+        features: size of the last dimension.
     """
     if "strided" in tokens:
         columns = bench.tensor(features, *LEADING[tokens], dtype=dtype)
@@ -95,7 +95,8 @@ def inputs(bench: Bench, dtype: torch.dtype, tokens: str, features: int = IN) ->
 def _makes_sense(row: Row) -> bool:
     calibrates_nothing = row["use"] == "calibrating" and row["recipe"] == "none"
     keeps = row["use"] == "keeping inputs" and row["recipe"] in DELAYED
-    # Parts of a weight have no main_grad, and torch's recursion has no end where a leaf comes out.
+    # Parts of a weight have no main_grad. A checkpoint that returns a leaf (the bias) recurses in
+    # torch without end.
     splits = "split" in row.get("options", "") and "main_grad" in row["use"]
     returns = "return bias" in row.get("options", "") and "checkpoint" in row["use"]
     return not (calibrates_nothing or keeps or splits or returns)
@@ -160,7 +161,7 @@ def _norms() -> Iterator[Case]:
 
 
 def _sequence(bias: bool, activation: str, norm: str, **more: Any) -> nn.Module:
-    """What LayerNormMLP does, as operations."""
+    """The operations of LayerNormMLP, as a `te.ops.Sequential`."""
     ops, wide = te.ops, OUT * (2 if "GLU" in activation else 1)
     fuse = {"accumulate_into_main_grad": more.pop("fuse_wgrad_accumulation", False)}
     biases = [ops.Bias(wide, **more), ops.Bias(IN, **more)] if bias else [nn.Identity()] * 2
@@ -199,7 +200,7 @@ def _operations() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     yield from _layers("Linear", LINEAR, list(USES), ALL_RECIPES)
     yield from _layers("LayerNormLinear", NORM_LINEAR, MOST_USES, FEW_RECIPES)
     yield from _layers("LayerNormMLP", MLP, MOST_USES, FEW_RECIPES)

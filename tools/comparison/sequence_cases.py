@@ -1,4 +1,4 @@
-"""Cases of several layers, of a small model, of regions within regions, and of generation."""
+"""Cases of several layers, nested autocasts, a small language model, and generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXED = ("bf16", "fp32", "autocast bf16")
 
 
 class _Wrapped(nn.Module):
-    """A module that is recomputed on its own."""
+    """A module in a checkpoint of its own."""
 
     def __init__(self, module: nn.Module, wrap: Callable[..., Any]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Wrapped(nn.Module):
 
 
 class _Twice(nn.Module):
-    """One module, called twice in a region."""
+    """A module that is called twice in one autocast."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Twice(nn.Module):
 
 
 class _Within(nn.Module):
-    """A layer in a region of its own, between two of the outer region."""
+    """A layer in an inner autocast, between two layers of the outer one."""
 
     def __init__(self, inner: dict[str, Any], **more: Any) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _models() -> Iterator[Case]:
             return False
         fp8_weights = (
             row["use"] == "fp8 weights" and row["recipe"] != "none"
-        )  # for one recipe alone
+        )  # made for one recipe only
         return not (fp8_weights and row["model"] == "another region")
 
     for row in pairwise(factors, makes_sense):
@@ -146,7 +146,7 @@ def _optimizer(name: str, model: nn.Module, fp8_weights: bool) -> torch.optim.Op
 
 
 def _language_model(bench: Bench, row: Row) -> None:
-    """An embedding, two layers, a norm and a head; steps of an optimizer on a loss."""
+    """Train an embedding, two layers, a norm and a head for some steps."""
     precision, recipe = PRECISIONS[row["precision"]], RECIPES[row["recipe"]]
     more = {"device": bench.device, "params_dtype": precision.dtype}
     fp8_weights = row["weights"] == "fp8 weights"
@@ -178,7 +178,7 @@ def _language_models() -> Iterator[Case]:
         "weights": ("plain", "fp8 weights"),
     }
 
-    def repeats(row: Row) -> bool:  # see `_repeats` of functions
+    def repeats(row: Row) -> bool:  # see `_repeats` in function_cases.py
         return row["optimizer"] != "FusedSGD" or row["precision"] != "bf16"
 
     for row in pairwise(factors, repeats, tables=2):
@@ -255,7 +255,7 @@ def _generation() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All of this file."""
+    """The cases of this file."""
     yield from _models()
     yield from _language_models()
     yield from _generation()

@@ -1,4 +1,4 @@
-"""Trains a module for a few steps, in all ways in which modules are used, and notes everything."""
+"""Trains a module for a few steps in one of many uses (`USES`), and records all results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import transformer_engine.pytorch as te
 from comparison.bench import PRECISIONS, RECIPES, Bench
 from comparison.findings import tensors_in
 
-RATE = 2.0**-10  # of plain gradient descent
+RATE = 2.0**-10  # learning rate of gradient descent
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 WRAPS: dict[str, Callable[..., Any]] = {
     "te": lambda f, *a: te.checkpoint(f, *a, use_reentrant=True),
@@ -32,18 +32,19 @@ class Use:
     """How a module is used.
 
     Attributes:
-        wrap: which of WRAPS recomputes it, if one does.
-        microbatches: each step has three, and the weights are cast for the first one alone.
-        calibrates: the first step does.
+        wrap: the checkpoint function, a key of WRAPS; "" for none.
+        microbatches: each step has three micro-batches, and casts weights only for the first one.
+        calibrates: the first step runs with `calibrating=True` instead of FP8.
         fp8_weights: parameters are kept in FP8.
-        main_grad: gradients of weights are added to tensors "in fp32", or of the "operands" dtype.
-        frozen: pattern of the names of parameters without gradients.
-        constant_input: inputs have no gradients.
-        backwards: of each forward.
-        hooked: every module has a hook.
-        moved: the module goes on as "a copy" or as "another" one that has loaded its state.
+        main_grad: weights have a `main_grad`, "in fp32" or in the dtype of the "operands".
+        frozen: regular expression for the names of parameters that need no gradient.
+        constant_input: inputs need no gradient.
+        backwards: number of backwards after each forward.
+        hooked: every module has a forward hook.
+        moved: after a step, training continues with "a copy" of the module, or with "another"
+            module that has loaded its state.
         accumulates: gradients are not set to None between steps.
-        arguments: further ones of the constructor.
+        arguments: further arguments of the constructor.
     """
 
     wrap: str = ""
@@ -85,13 +86,13 @@ USES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained.
+    """The module that is trained.
 
     Attributes:
-        build: makes the module, given arguments of its constructor.
-        arguments: draws those of a call, given the dtype.
-        parameters_named: how the constructor calls the dtype of parameters.
-        finish: what is done with the module before the first step.
+        build: makes the module from arguments of its constructor.
+        arguments: draws the arguments of a call, in a dtype.
+        parameters_named: the constructor's argument for the dtype of parameters.
+        finish: replaces the module before the first step.
     """
 
     build: Callable[..., nn.Module]
@@ -103,11 +104,11 @@ class Subject:
 def train(
     bench: Bench, subject: Subject, precision: str, recipe: str, use: str, steps: int = 3
 ) -> None:
-    """Train a module, evaluate it, and train on; everything that can be seen from outside is noted.
+    """Train a module, evaluate it, and train one more step; add all results to the findings.
 
     Args:
-        bench: where.
-        subject: what.
+        bench: the device and the findings.
+        subject: the module.
         precision: a key of PRECISIONS.
         recipe: a key of RECIPES.
         use: a key of USES.
@@ -117,12 +118,12 @@ def train(
     for step in range(steps):
         training.step(step)
     training.evaluate()
-    training.step(steps)  # the evaluation has left no trace
+    training.step(steps)  # must not depend on the evaluation
     bench.found.add("state", dict(training.module.state_dict()))
 
 
 class _Training:
-    """A module in training."""
+    """A module that is trained, with the settings of one use."""
 
     def __init__(
         self, bench: Bench, subject: Subject, precision: str, recipe: str, use: Use
@@ -132,7 +133,7 @@ class _Training:
         self.module = self._build()
         with torch.no_grad():
             for parameter in self.module.parameters():
-                if parameter.dim() == 1:  # biases and norms start with values that matter
+                if parameter.dim() == 1:  # biases and norms would start with zeros and ones
                     parameter.add_(bench.like(parameter), alpha=0.3)
         self._prepare()
         self.module = subject.finish(self.module)
@@ -150,7 +151,7 @@ class _Training:
             return self.subject.build(**arguments)
 
     def _prepare(self) -> None:
-        """Freeze, hook, and give `main_grad`, as the use says."""
+        """Freeze parameters, add hooks, and add `main_grad`, as the use says."""
         for name, parameter in self.module.named_parameters():
             if self.use.frozen and re.search(self.use.frozen, name):
                 parameter.requires_grad_(False)
@@ -160,7 +161,7 @@ class _Training:
                 parameter.main_grad = torch.empty_like(parameter, dtype=dtype)
                 if self.use.main_grad == "operands" and parameter.dim() > 1:
                     parameter.grad_added_to_main_grad = False
-                    parameter.zero_out_wgrad = True  # or the gradient has undefined values
+                    parameter.zero_out_wgrad = True  # else the gradient has undefined values
         if self.use.hooked:
             for module in self.module.modules():
                 module.register_forward_hook(lambda *_: None)
@@ -169,7 +170,7 @@ class _Training:
         """One step of gradient descent; every second step has two forwards before a backward."""
         if number == 1 and self.use.moved:
             self._move()
-        if self.use.main_grad:  # what is there counts, but for first microbatches
+        if self.use.main_grad:  # earlier values count, except in a first micro-batch
             for parameter in self.module.parameters():
                 parameter.main_grad.copy_(self.bench.like(parameter.main_grad))
         firsts = (True, False, False) if self.use.microbatches else (None,)
@@ -234,7 +235,7 @@ class _Training:
                 parameter.grad = None
 
     def evaluate(self) -> None:
-        """A call in evaluation, and one more with gradients off alone."""
+        """A call in evaluation mode, and one in training mode under `no_grad`."""
         self.module.eval()
         for name in ("evaluation", "without gradients"):
             positional, named = self.subject.arguments(self.bench, self.precision.dtype)
