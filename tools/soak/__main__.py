@@ -1,8 +1,8 @@
-"""Soak tests: long runs of what must not break, with figures for `docs/reliability.md`.
+"""Soak tests: long runs with random inputs and faults, with figures for `docs/reliability.md`.
 
-python tools/soak                                 the short ones for some seconds each, as CI does
-python tools/soak ops --seconds 3600 --jobs 16    one, in 16 processes, and its figures are written
-python tools/soak ops --device cuda               the CPU compared with a GPU
+python tools/soak                                 the short tests for some seconds each, as in CI
+python tools/soak ops --seconds 3600 --jobs 16    one test in 16 processes; writes its figures
+python tools/soak ops --device cuda               compares the CPU with a GPU
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORT = 4.0  # seconds
 
 
 def main() -> int:
-    """The exit status is 1 where something broke."""
+    """Run the tests; the exit status is 1 if one of them failed."""
     options = _options()
     broken = False
     for name in options.names or SHORT_TESTS:
@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
 
 def _run(name: str, options: argparse.Namespace) -> Outcome:
     test, seconds = importlib.import_module(name), options.seconds or SHORT
-    if not options.outcome and hasattr(test, "prepare"):  # what all jobs share
+    if not options.outcome and hasattr(test, "prepare"):  # makes what all jobs share
         test.prepare()
     if options.jobs > 1:
         return jobs.run_jobs(name, seconds, options.seed, options.jobs, options.device)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The soak tests that need a machine with a GPU and many processors, for so many seconds: those of the CPU run beside those of
-# the GPUs. Results go to TE_SOAK_RESULTS ($OUT, else build/soak); tools/soak/results is where the page has them from.
+# Runs the soak tests that need a machine with GPUs and many processors, for a number of seconds. CPU and GPU tests run at the same
+# time. Results go to TE_SOAK_RESULTS ($OUT, else build/soak). The page docs/reliability.md reads tools/soak/results.
 #   tools/soak/all.sh 120
-# TE_SOAK_FUZZER names a fuzzer that was built where clang is: TE_SOAK_SANITIZE= python tools/soak/parser.py build/fuzzer
+# TE_SOAK_FUZZER is the path of a fuzzer that was built with clang: TE_SOAK_SANITIZE= python tools/soak/parser.py build/fuzzer
 set -euo pipefail
 export VENV='' PYTHON=${PYTHON:-python3}
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"

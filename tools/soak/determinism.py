@@ -1,4 +1,4 @@
-"""Equal bits: the same seed twice, recordings on and off, with the debugger."""
+"""Bitwise equal results: of two runs with one seed, without recordings, and with the debugger."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STEPS = 3
 
 
 def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
-    """Train a layer in each way until time is up."""
+    """Train a layer in each of several ways, and compare results bitwise, until time is up."""
     found = Outcome("determinism" if device == "cpu" else "determinism_cuda")
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "the same again": nullcontext,
@@ -52,7 +52,7 @@ def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
 
 
 def _train(name: str, seed: int, sizes: tuple[int, int, int], device: str) -> list[bytes]:
-    """Losses and parameters of a few steps."""
+    """The bytes of the losses and the final parameters of a short training."""
     torch.manual_seed(seed)
     hidden, tokens, batch = sizes
     layer = te.TransformerLayer(
@@ -75,7 +75,7 @@ def _train(name: str, seed: int, sizes: tuple[int, int, int], device: str) -> li
 
 @contextmanager
 def without_recordings() -> Iterator[None]:
-    """Every call runs stage by stage."""
+    """Turn off recordings: every call runs stage by stage."""
     before = segments._MOST_SHAPES
     segments._MOST_SHAPES = 0
     try:

@@ -1,7 +1,7 @@
-"""Documents as `nvdlfw_inspect` reads them against PyYAML; every disagreement is explained.
+"""Compares the YAML parser of `nvdlfw_inspect` with PyYAML on random documents.
 
-A configuration that both read means the same to both, dates aside. What only one of them reads is
-counted under the reason that the other gives: `EXPLAINED` and `PYYAML_REFUSES` know those.
+If both accept a document, they must read the same values (except for dates). If only one accepts
+it, the other's reason must be a known one, in `EXPLAINED` or `PYYAML_REFUSES`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKENS = (
     *(": ", "- ", "? ", ", ", "[", "]", "{", "}", "\n", "\n", "\n  ", "\n    ", "  ", " # x\n"),
     *("'", '"', "|\n", ">-\n", "&x ", "*x", "!!str ", "---\n", "...\n", "\t", "\\n", "é", "%", "@"),
 )
-# Our reasons, without their places, for what PyYAML reads; and PyYAML's for what we read.
+# Reasons of our errors (without positions) for documents that PyYAML accepts, and the explanation.
 EXPLAINED = {
     "expected a value without a tag": "tags would make objects",
     "expected each key once": "PyYAML takes the last one: a slip of the pen in a configuration",
@@ -57,11 +57,11 @@ PYYAML_REFUSES = {
     r"found character '\t' that cannot start any token": "a tab between words is a space to us",
     "while scanning a directive": "a line of a block's text that begins with %",
 }
-_MOST_A_SECOND = 2000  # so that machines of any speed read the same ones for CI
+_MOST_A_SECOND = 2000  # so that in CI machines of any speed read the same documents
 
 
 def run(seconds: float, seed: int) -> Outcome:
-    """Read documents in both ways until time is up."""
+    """Read documents with both parsers until time is up."""
     found, draw = Outcome("documents"), random.Random(seed)
     corpus = [p.read_text() for p in sorted((ROOT / "tests/fuzz/corpus").glob("*.yaml"))]
     for number in until(seconds, least=100):
@@ -136,7 +136,7 @@ def _theirs(text: str) -> tuple[Any, str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(b, datetime.date | datetime.datetime):  # a text to us
+    if isinstance(b, datetime.date | datetime.datetime):  # a string to our parser
         return isinstance(a, str)
     if type(a) is not type(b):
         return False

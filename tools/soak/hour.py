@@ -1,9 +1,9 @@
-"""Hours of FP8 training with the debugger, in changing shapes: memory, step time and bits.
+"""A long FP8 training with the debugger and changing shapes: memory, step time and results.
 
-Two models take the same steps: one with recordings, and every statistic of the debugger in every
-tenth step; the other one with neither. Their losses and parameters stay equal, bit for bit. Memory
-and step time of the first one are compared between the first fifth, after every shape was seen, and
-the last one.
+Two models take the same steps. One runs with recordings, and with all statistics of the debugger in
+every tenth step; the other one runs with neither. Their losses and parameters must stay bitwise
+equal. Memory and step time of the first model must not grow: the last fifth of the time is compared
+with an early fifth, which begins when every shape has occurred.
 
     python tools/soak hour --device cuda --seconds 3600
 """
@@ -33,12 +33,12 @@ _SHAPES = [(tokens, batch) for tokens in (64, 128, 192, 256, 320) for batch in (
 _SHAPES += [(77, 1), (130, 3)]  # tokens that FP8 pads
 _LAYERS = 2
 _SIZES = {"cuda": (1024, 4096, 16), "cpu": (32, 64, 2)}
-_FLAT = 1.01  # of an hour on a GPU
-_FLAT_FOR_MINUTES = {"cuda": 1.05, "cpu": 1.25}  # where there is less to take medians of
+_FLAT = 1.01  # largest growth of step time in an hour on a GPU
+_FLAT_FOR_MINUTES = {"cuda": 1.05, "cpu": 1.25}  # for shorter runs, of fewer steps
 _MEMORY_FLAT = 1.01
-_LEAST = 60.0  # seconds: in less there is nothing to compare
+_LEAST = 60.0  # seconds; shorter runs are not judged
 _LONG = 1800.0  # seconds
-_LOOK = 50  # steps between two looks at memory and losses, which wait for the GPU
+_LOOK = 50  # steps between two checks of memory and losses, which wait for the GPU
 _KIB = 1024
 _INSPECTED = {
     "hour": {
@@ -64,7 +64,7 @@ _INSPECTED = {
 
 @dataclass
 class Trace:
-    """What was measured: seconds of steps by shape, and memory, each with the time it was at."""
+    """The measurements, each with its time: seconds of steps by shape, and memory."""
 
     steps: dict[tuple[int, int], list[tuple[float, float]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -73,7 +73,7 @@ class Trace:
 
 
 class Model:
-    """Layers with an optimizer, alike for equal seeds."""
+    """Layers with an optimizer; equal seeds give equal models."""
 
     def __init__(self, name: str, seed: int, device: str) -> None:
         torch.manual_seed(seed)
@@ -92,7 +92,7 @@ class Model:
         self.recipe = DelayedScaling(amax_history_len=16)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss of a step that brings the output nearer to a shifted input."""
+        """Train one step towards the input shifted by one token; returns the loss."""
         y = x
         with te.fp8_autocast(fp8_recipe=self.recipe):
             for layer in self.layers:
@@ -105,11 +105,11 @@ class Model:
 
 
 def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
-    """Train for so long."""
+    """Train for this time, and judge the measurements."""
     found = Outcome("hour" if device == "cpu" else "hour_cuda")
     trace = Trace()
     if device == "cpu":
-        torch.set_num_threads(1)  # layers so small gain nothing from more
+        torch.set_num_threads(1)  # such small layers are not faster with more
     with tempfile.TemporaryDirectory() as folder:
         debug_api.initialize(_INSPECTED, log_dir=folder)
         try:
@@ -163,8 +163,8 @@ def _wait(device: str) -> None:
 
 
 def _memory(device: str) -> dict[str, int]:
-    """KiB: of the process, and of the GPU's tensors and blocks."""
-    gc.collect()  # recordings of shapes that were given up are cycles
+    """KiB of memory of the process, of tensors on the GPU, and of the caching allocator."""
+    gc.collect()  # dropped recordings are reference cycles
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"of the process": pages * os.sysconf("SC_PAGE_SIZE") // _KIB}
     if device == "cuda":
@@ -174,7 +174,7 @@ def _memory(device: str) -> dict[str, int]:
 
 
 def _judge(trace: Trace, device: str, found: Outcome) -> None:
-    """Compare the last fifth with the first one behind a tenth of the time, which warms up."""
+    """Compare the last fifth of the time with the fifth after the first tenth, a warm-up."""
     end = trace.memory[-1][0] if trace.memory else 0.0
 
     def parts(values: list[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""A soak test in many processes, each with a seed of its own; what they found is added."""
+"""Runs a soak test in many processes with different seeds, and adds up what they found."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from outcome import Outcome
 
-_APART = (1 << 24) + 1  # between two seeds: tests count on from theirs
-_PATIENCE = 300.0  # seconds for starting, and for the last round
+_APART = (1 << 24) + 1  # difference of two seeds; a test also uses the seeds after its own
+_PATIENCE = 300.0  # further seconds for the start and the last round
 
 
 def run_jobs(name: str, seconds: float, seed: int, jobs: int, device: str) -> Outcome:
-    """Run so many at once. One that dies, or does not end, is a failure."""
+    """Run `jobs` processes at once. A process that dies or does not end is a failure."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         running = [
@@ -35,7 +35,7 @@ def _start(
     command = [sys.executable, str(Path(__file__).with_name("__main__.py")), name]
     command += [f"--seconds={seconds}", f"--seed={seed}", f"--device={device}"]
     command += [f"--outcome={place.with_suffix('.json')}"]
-    with place.with_suffix(".txt").open("wb") as said:  # one thread each: the others have jobs
+    with place.with_suffix(".txt").open("wb") as said:  # one thread: other cores have jobs
         one = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=said, stderr=said, env=one)
 

@@ -1,9 +1,9 @@
-"""Which of our kernels the tests launch that run under compute-sanitizer.
+"""Checks that the tests which run under compute-sanitizer launch every kernel of this project.
 
     python tools/soak kernels --device cuda --seconds 1
 
-A kernel is known by its name and the type of its first parameter: several files have a
-`forward_kernel`.
+Several files have a `forward_kernel`, so a kernel is identified by its name and the type of its
+first parameter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 import torch
 from outcome import ROOT, Outcome
 
-_NEVER_LAUNCHED = ("nothing_kernel",)  # asked for its attributes
-_VALUE = "T"  # the type of a pointer to values
+_NEVER_LAUNCHED = ("nothing_kernel",)  # only its attributes are read
+_VALUE = "T"  # stands for the element types of pointers
 _PLAIN = ("float", "double", "__half", "BFloat16")
 _IN_SOURCE = re.compile(
     r"(\w+_kernel)\(\s*(?:const\s+)?(?:__grid_constant__\s+)?(?:\w+::)*(\w*)", re.DOTALL
@@ -24,7 +24,7 @@ _LAUNCHED = re.compile(r"(\w+_kernel)\((?:const )?(?:\w+::)*(\w*)")
 
 
 def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
-    """Run the marked tests once, whatever the time is."""
+    """Run the tests marked `sanitize` once, whatever `seconds` says."""
     del seconds, seed
     if device != "cuda":
         raise ValueError(f"[kernels] expected --device cuda, got {device}")
@@ -46,7 +46,7 @@ def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
 
 
 def in_sources() -> dict[tuple[str, str], str]:
-    """The kernels of `csrc/cuda`, and their files."""
+    """The kernels of `csrc/cuda`, with the name of the file."""
     found = {}
     for path in sorted((ROOT / "csrc/cuda").rglob("*.cu*")):
         for part in re.sub("//.*", "", path.read_text()).split("__global__")[1:]:
@@ -60,7 +60,7 @@ def launched(event: str) -> tuple[str, str] | None:
     if "te::" not in event:
         return None
     text, before = event, ""
-    while text != before:  # arguments of templates, from the innermost on
+    while text != before:  # removes template arguments, the innermost first
         text, before = re.sub(r"<[^<>]*>", "", text), text
     match = _LAUNCHED.search(text.replace("(anonymous namespace)::", ""))
     return _key(match) if match else None

@@ -1,8 +1,8 @@
-"""`kill -9` of trainings with checkpoints, FP8 weights and the debugger, of ranks, of sessions.
+"""Kills trainings, ranks and debugger sessions with SIGKILL at random times.
 
-After each kill the checkpoint is whole, and so is every line of the statistics but the last. The
-run that goes on ends with the bits of one that was never killed. A session that has said a step's
-statistics are written has written them.
+After each kill, the checkpoint must be complete, and every line of the statistics except the last.
+A run that is resumed must end with the same bits as a run that was never killed. If a session has
+reported that the statistics of a step are written, they must be in the file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _OPTIONS = (
     *("--device", "cpu", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32"),
     *("--batch", "2", "--steps", "12", "--validate-every", "3", "--sample", "0"),
 )
-_MOST_KILLS = 4  # of one run
-_ROWS = 9  # of a step of session_to_kill.py
-_PATIENCE = 120.0  # seconds until a session says its first step
+_MOST_KILLS = 4  # most kills of one run
+_ROWS = 9  # rows that session_to_kill.py logs in a step
+_PATIENCE = 120.0  # seconds until a session reports its first step
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a training is started, and who is killed: it, or one of its ranks."""
+    """How a training is started; with `ranks`, one rank is killed instead of the whole training."""
 
     name: str
     launcher: tuple[str, ...]
@@ -44,7 +44,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that nobody killed: its checkpoint, and the seconds that it took."""
+    """The checkpoint and the seconds of a run that was not killed."""
 
     checkpoint: dict[str, Any]
     seconds: float
@@ -60,7 +60,7 @@ _RANKS = Kind(
 
 
 def run(seconds: float, seed: int) -> Outcome:
-    """Kill until time is up; less than a whole run kills none."""
+    """Kill runs until time is up; begin no run that the rest of the time is too short for."""
     found, draw = Outcome("kills"), random.Random(seed)
     undisturbed: dict[Kind, Undisturbed] = {}
     began = time.monotonic()
@@ -117,10 +117,10 @@ def _training(
 
 
 def _kill(process: subprocess.Popen[bytes], kind: Kind, draw: random.Random) -> None:
-    """One rank, whose launcher ends the others, or the training itself."""
+    """Kill the training, or one rank, after which the launcher ends the others."""
     children = _children(process.pid) if kind.ranks else []
     victim = draw.choice(children) if children else process.pid
-    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the process has ended already
         os.kill(victim, signal.SIGKILL)
     if victim == process.pid:
         process.wait()
@@ -154,7 +154,7 @@ def _checkpoint(folder: Path) -> dict[str, Any] | None:
 
 
 def _session(folder: Path, draw: random.Random, found: Outcome) -> None:
-    """Kill a session, and count the rows of the steps that it has said."""
+    """Kill a session, and count the rows of the steps that it has reported."""
     said = folder / "output.txt"
     command = [sys.executable, str(Path(__file__).with_name("session_to_kill.py")), str(folder)]
     with said.open("wb") as output:
@@ -181,18 +181,18 @@ def _session(folder: Path, draw: random.Random, found: Outcome) -> None:
 
 
 def _rows(folder: Path, rank: int = 0) -> list[str]:
-    """Lines of the statistics, without a last one that has no end."""
+    """The complete lines of the statistics: all that end with a line feed."""
     path = folder / f"statistics_rank-{rank}.jsonl"
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 def _look(folder: Path) -> str:
-    """What is torn, if anything is."""
+    """Describes a damaged checkpoint or line; "" if there is none."""
     try:
         _checkpoint(folder)
     except Exception as error:
         return f"the checkpoint is torn: {error}"
-    for line in _rows(folder) + _rows(folder, 1):  # what was cut short the next session has ended
+    for line in _rows(folder) + _rows(folder, 1):  # the next session has ended a cut line
         try:
             json.loads(line)
         except ValueError:

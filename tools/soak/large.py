@@ -1,12 +1,12 @@
 """Tensors of more than 2^31 elements, and of more than 2^32: operators and modules on a GPU.
 
-Each call is repeated on slices of its arguments, which are small enough for the other tests to know
-what is right. Rows come out alike, bit for bit where no product of matrices is in between; sums
-over the rows, and what is merged into a place, agree within a bound. The command is
+Each call is repeated on slices of its arguments, whose sizes the other tests cover. The rows of the
+results must be equal: bitwise if the call has no GEMM, else within a bound. Sums over rows, and
+values that are merged into an argument, must agree within a bound. The command is
 
     python tools/soak large --device cuda --seconds 1
 
-On a CPU the sizes are those of a toy, to try this file.
+On a CPU the sizes are small, to test this file.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transformer_engine.pytorch.kernels.moments import MOMENTS
 
 _BOUNDS = {"cuda": (1 << 31, 1 << 32), "cpu": (1 << 21,)}
 _SLICE = {"cuda": 1 << 27, "cpu": 1 << 20}  # elements
-_NEAR = 3e-2  # of a product, as a share of the largest value
-_SUM = 2e-3  # of a sum over rows
+_NEAR = 3e-2  # bound for results of GEMMs, as a share of the largest value
+_SUM = 2e-3  # bound for a sum over rows
 _MEAN, _SUMS = MOMENTS.index("mean"), slice(MOMENTS.index("m2"), MOMENTS.index("min"))
-_MERGED = 1e-5  # of sums in other orders; everything else that is merged is exact
+_MERGED = 1e-5  # bound for merged sums, whose order differs; other merged values are exact
 
 
 def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
-    """Every case once, whatever the time is."""
+    """Run every case once, whatever `seconds` says."""
     del seconds
     found = Outcome("large" if device == "cpu" else "large_cuda")
     for bound in _BOUNDS[device]:
@@ -62,7 +62,7 @@ def _problems(name: str, bound: int, device: str) -> list[str]:
 
 
 def _compare(work: Work, rows: int, step: int, exact: bool) -> list[str]:
-    """What differs between a call and the same on slices of `step` rows."""
+    """Differences between a call on all rows and calls on slices of `step` rows."""
     merged = [place.clone() for place in work.places]
     whole = work.call(*work.inputs, *work.places)
     sums: dict[int, torch.Tensor] = {}
@@ -88,13 +88,13 @@ def _compare(work: Work, rows: int, step: int, exact: bool) -> list[str]:
 
 
 def _cut(whole: torch.Tensor, part: torch.Tensor) -> int | None:
-    """The axis along which a slice gives a part of the result; None of a sum."""
+    """The axis along which a slice gives a part of the result; None if it gives a term of a sum."""
     pairs: Sequence[tuple[int, int]] = list(zip(whole.shape, part.shape, strict=True))
     return next((axis for axis, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def _merged_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of a row of moments, or of an amax."""
+    """Whether two merged values agree: rows of moments, or amaxes."""
     if a.numel() < len(MOMENTS):
         return torch.equal(a, b)
     near = torch.isclose(a, b, rtol=_MERGED, atol=_MERGED)

@@ -1,4 +1,4 @@
-"""What `large` calls: work with arguments that are cut along their first axis, and checks."""
+"""The cases of `large`: calls whose arguments can be sliced along the first axis, and checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Results = Sequence[torch.Tensor]
 
 @dataclass
 class Work:
-    """A call, `call(*inputs, *places)`: results, and values merged into `places`."""
+    """A call, `call(*inputs, *places)`, that returns results and merges values into `places`."""
 
     inputs: tuple[torch.Tensor, ...]
     call: Callable[..., Results]
@@ -53,13 +53,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """Work on many rows.
+    """A call on many rows.
 
     Attributes:
-        make: from the number of rows, and the device.
-        elements: in a row of the largest tensor.
-        multiple: of rows, where slices may begin.
-        exact: slices give the same bits.
+        make: makes the call, for a number of rows and a device.
+        elements: elements in a row of the largest tensor.
+        multiple: slices begin at multiples of this number of rows.
+        exact: whether slices give bitwise the same results.
     """
 
     make: Callable[[int, str], Work]
@@ -69,12 +69,12 @@ class Case:
 
 
 def values(device: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Normally distributed, and drawn without a copy."""
+    """Normally distributed values, drawn in place."""
     return torch.empty(shape, device=device, dtype=dtype).normal_()
 
 
 def _scaled(device: str, amax_place: torch.Tensor | None) -> dict[str, Any]:
-    """A fused cast with delayed scaling, row-wise and transposed."""
+    """Arguments of a fused cast with delayed scaling, row-wise and transposed."""
     one = torch.ones(1, device=device)
     return {"scale": one, "amax": amax_place, "rowwise": True, "columnwise": True}
 
@@ -232,13 +232,13 @@ def _dropout_add_backward(rows: int, device: str) -> Work:
 
 
 def _gemm(rows: int, device: str) -> Work:
-    """Of a result that is large."""
+    """A GEMM with a large result."""
     b = values(device, COLS, 512)
     return Work((values(device, rows, 512),), lambda a: [gemm(a, b, BF16)])
 
 
 def _gemm_of_codes(rows: int, device: str) -> Work:
-    """Of an operand that is large."""
+    """An FP8 GEMM with a large operand."""
     one = torch.ones(2, device=device)
     b = torch.randint(0, 120, (64, COLS), device=device, dtype=torch.uint8)
 
@@ -249,7 +249,7 @@ def _gemm_of_codes(rows: int, device: str) -> Work:
 
 
 def _weight_gradient(rows: int, device: str) -> Work:
-    """A sum over many rows."""
+    """A GEMM that sums over many rows."""
 
     def call(dy: torch.Tensor, x: torch.Tensor) -> Results:
         return [gemm(dy, x, torch.float32, a_transposed=True, b_transposed=True)]
@@ -293,7 +293,7 @@ def _attention(rows: int, device: str) -> Work:
 
 
 def _module(make_module: Callable[[str], torch.nn.Module], *row: int) -> Callable[[int, str], Work]:
-    """Forward and backward under delayed scaling, each time from a fresh state."""
+    """Forward and backward of a copy of the module with delayed scaling, in a fresh state."""
 
     def make(rows: int, device: str) -> Work:
         module = make_module(device)
@@ -364,7 +364,7 @@ CASES: dict[str, Case] = {
 
 
 def _dropout(bound: int, device: str) -> list[str]:
-    """Forward and backward drop the same elements, and others beyond the bound than before it."""
+    """Forward and backward drop the same elements, and the pattern does not repeat at the bound."""
     rows = bound // COLS + 128
     seed = torch.tensor([7], device=device)
     out = dropout_add_forward(
@@ -379,7 +379,7 @@ def _dropout(bound: int, device: str) -> list[str]:
 
 
 def _permutation(bound: int, device: str) -> list[str]:
-    """Rows are where the sorted map says, and come back."""
+    """Permuted rows are in the order of the sorted map, and unpermuting restores them."""
     rows = bound // COLS + 128
     x, experts = values(device, rows, COLS), torch.randint(0, 4, (rows, 1), device=device)
     sorted_rows, places = te.moe_permute(x, experts.int(), map_type="index")

@@ -1,8 +1,8 @@
-"""Out of memory at the n-th allocation of a step, for every n.
+"""Lets the n-th allocation of a training step fail, for every n.
 
-Each is an error, and the step that follows from the same state has the bits of an undisturbed one.
-On a CPU a library that is loaded first refuses torch's n-th allocation; on a GPU an allocator that
-is plugged into torch does.
+Each failure must raise an error. The next step from the same state must give the same bits as an
+undisturbed step, and no tensors may stay alive. On a CPU, a library in LD_PRELOAD makes the n-th
+allocation of torch fail; on a GPU, an allocator that is plugged into torch does.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 _INSIDE = "TE_SOAK_ALLOCATOR"  # the library, in the process that runs with it
 _SOURCE = Path(__file__).with_name("refuse.cpp")
-_CYCLES = 4  # until everything that is kept for the next step is there
+_CYCLES = 4  # steps after which all caches are filled
 _PATIENCE = 2.0  # seconds
 _RECIPES = ("delayed", "current", "blocks")
 
 
 @dataclass
 class Training:
-    """A step of a layer, which returns what it computed, and the way back to the state before."""
+    """A step of a layer, which returns its results, and a function that restores the state."""
 
     step: Callable[[], list[torch.Tensor]]
     restore: Callable[[], None]
 
 
 def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
-    """Start the process that runs out of memory."""
+    """Start a process with the allocator, and return what it found."""
     if _INSIDE in os.environ:
         return _inside(seconds, seed, device)
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
 
 
 def _preloaded(library: Path) -> str:
-    """Behind a sanitizer's library, which has to come first."""
+    """LD_PRELOAD with the library at the end: a sanitizer's library must come first."""
     return " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
 
 
@@ -97,7 +97,7 @@ def _inside(seconds: float, seed: int, device: str) -> Outcome:
 def _refuse_each(
     kind: str, training: Training, seconds: float, library: ctypes.CDLL, found: Outcome
 ) -> None:
-    """The first allocation of a step, the second, and so on until a step succeeds."""
+    """Let the first allocation of a step fail, then the second, until a step succeeds."""
     import torch  # noqa: PLC0415
 
     training.restore()
@@ -137,7 +137,7 @@ def _after(training: Training, library: ctypes.CDLL) -> int:
 
 
 def _settled(library: ctypes.CDLL, most: int) -> int:
-    """What is live once autograd's thread, which runs beside this one, has let go of its graph."""
+    """The live objects, after waiting for autograd's own thread to release the graph."""
     end = time.monotonic() + _PATIENCE
     while (live := _live(library)) > most and time.monotonic() < end:
         time.sleep(0.01)
@@ -145,16 +145,16 @@ def _settled(library: ctypes.CDLL, most: int) -> int:
 
 
 def _live(library: ctypes.CDLL) -> int:
-    """Tensors, and allocations on the GPU."""
+    """The number of live tensors and of allocations on the GPU."""
     import torch  # noqa: PLC0415
 
-    gc.collect()  # of what was made since `gc.freeze`
+    gc.collect()  # objects made since `gc.freeze`
     tensors = sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
     return tensors + int(library.live_on_gpu())
 
 
 def _training(kind: str, seed: int, device: str) -> Training:
-    """Of a layer of a size that the seed draws."""
+    """The training of a TransformerLayer whose sizes depend on the seed."""
     import torch  # noqa: PLC0415
 
     import transformer_engine.pytorch as te  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""Arguments that the operators take: `OPERATORS` makes them, for shapes and values of a draw.
+"""Random arguments for the operators: `OPERATORS` has a function for each that draws them.
 
-Operators on tables of addresses (`delayed_scaling_update`, `gather_amax`) are left out: a table is
-made by scaling states alone, and what it points to cannot be checked.
+Operators on tables of addresses (`delayed_scaling_update`, `gather_amax`) are left out: only
+scaling states make such tables, and the memory that an address points to cannot be checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3, E5M2 = 5, 6
-BLOCKS = (16 + E4M3, 32 + E4M3, 16 + E5M2)  # rows of 128 values, squares, rows
+BLOCKS = (16 + E4M3, 32 + E4M3, 16 + E5M2)  # blocks of 1 x 128, of 128 x 128, of 1 x 128
 MOMENTS = (0.0, 0.0, 0.0, 0.0, float("inf"), float("-inf"), 0.0, float("inf"), *[0.0] * 8)
 _SPECIAL = (
     0.0,
@@ -32,7 +32,7 @@ _SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 48, 64, 65, 128, 129, 160, 256, 
 
 
 class Draw:
-    """One draw of shapes, dtypes and values; equal seeds draw alike."""
+    """Draws shapes, dtypes and values; equal seeds draw the same."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -42,19 +42,19 @@ class Draw:
         self.format = self.one((E4M3, E5M2))
 
     def one(self, choices: Any) -> Any:
-        """One of them."""
+        """A random element of `choices`."""
         return self.random.choice(choices)
 
     def flag(self) -> bool:
-        """Yes or no."""
+        """A random bool."""
         return self.random.random() < 0.5
 
     def maybe(self, value: Any) -> Any:
-        """The value, or None."""
+        """The value or, with probability one half, None."""
         return value if self.flag() else None
 
     def plain(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Values of all magnitudes, some of them special, maybe in strides or behind an offset."""
+        """Values of random magnitude, some of them special values, maybe behind an offset."""
         shape = shape or (self.rows, self.cols)
         x = torch.randn(shape, generator=self.torch) * 10.0 ** self.random.randint(-6, 6)
         if x.numel() and self.random.random() < 0.3:
@@ -63,7 +63,7 @@ class Draw:
         return self.placed(x.to(dtype or self.dtype))
 
     def placed(self, x: torch.Tensor) -> torch.Tensor:
-        """The same values elsewhere in memory: behind an offset that is no multiple of 16 bytes."""
+        """The same values, sometimes in memory that is not aligned to 16 bytes."""
         if self.random.random() < 0.7:
             return x
         offset = self.random.randint(1, 9)
@@ -72,25 +72,25 @@ class Draw:
         return room[offset:].view(x.shape)
 
     def positive(self, *shape: int) -> torch.Tensor:
-        """Scales, reciprocal deviations: fp32 above zero."""
+        """Positive fp32 values, for scales and reciprocal deviations."""
         return torch.rand(shape or (1,), generator=self.torch) * 8.0 + 0.01
 
     def codes(self, *shape: int) -> torch.Tensor:
-        """Any bytes."""
+        """Random bytes."""
         shape = shape or (self.rows, self.cols)
         return torch.randint(0, 256, shape, generator=self.torch, dtype=torch.uint8)
 
     def moments(self) -> torch.Tensor | None:
-        """A row for the debugger, or None."""
+        """A row for moments, or None."""
         return self.maybe(torch.tensor(MOMENTS, dtype=torch.float64))
 
     def dtype_or_none(self) -> torch.dtype | None:
-        """Of a bias gradient."""
+        """The dtype of a bias gradient, or None."""
         return self.maybe(self.one(DTYPES))
 
 
 def _fp8(d: Draw) -> tuple[Any, ...]:
-    """Of a fused cast: format, scale, amax, row-wise, column-wise."""
+    """Arguments of a fused cast: format, scale, amax, row-wise, column-wise."""
     return d.format, d.positive(), d.maybe(torch.zeros(1)), d.flag(), d.flag()
 
 
@@ -112,7 +112,7 @@ def _activation(d: Draw, backward: bool) -> tuple[Any, ...]:
     kind = d.random.randrange(12)
     x = d.plain(d.rows, d.cols * (1 + kind % 2))
     scaled = (*_fp8(d), False, False, 0.0)
-    numbers = (float(d.positive()), float(d.positive()), d.one((0.0, 1.0)))  # of kind 11
+    numbers = (float(d.positive()), float(d.positive()), d.one((0.0, 1.0)))  # parameters of kind 11
     if backward:
         dy = d.plain()
         codes = (torch.zeros(d.cols, d.rows, dtype=torch.uint8), d.positive(2), d.format, d.flag())

@@ -1,7 +1,8 @@
-"""Operators with random shapes, strides, offsets, dtypes, aliases and special values.
+"""Calls operators with random shapes, strides, offsets, dtypes, aliases and special values.
 
-On a CPU, run under AddressSanitizer (`asan.sh`), a call returns or raises one of our kinds of
-errors. With a GPU the same calls run there, too, and agree within the bounds of the definition.
+On a CPU, preferably under AddressSanitizer (`asan.sh`), a call must return or raise an error of one
+of the classes in `_ERRORS`. With `--device cuda`, the same calls also run on a GPU, and the
+results must agree within bounds.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ import transformer_engine.pytorch
 _ = transformer_engine.pytorch  # registers the operators
 _ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 _NUMBERS = (-1, 0, 1, 2, 5, 6, 7, 16, 1 << 31, 1 << 40)
-# Of a sum in another order, and of a transcendental function, as a share of the largest value.
+# Bounds for sums in another order and transcendental functions, as a share of the largest value.
 _BOUND = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-4}
-# Tensor cores keep 10 bits of fp32 and 13 of sums of FP8; what is left of values that cancel has
-# fewer right bits than they had.
+# A larger bound for sums: tensor cores keep 10 bits of fp32 operands and 13 bits of sums of FP8.
+# If terms cancel, even fewer bits of the result are correct.
 _SUMS = 4e-3
 _NORMS = ("norm_forward", "norm_backward")
-# Behind infinities inf or NaN, as terms that are nearly zero are rounded.
+# Results from infinities may be inf or NaN, depending on how terms near zero are rounded.
 _INFINITE = (*_NORMS, "activation_forward", "activation_backward")
 _WRITTEN = ("amax", "amax_history", "moments", "again", "logits")
-_CASTS = ("quantize", "quantize_blocks", "transpose")  # whose codes are the same bits
-_CODES_APART = 1.5e-2  # share of codes that may differ behind a transcendental function
-_SIGN = 0x80  # of a code; a zero that a sum has made has either
+_CASTS = ("quantize", "quantize_blocks", "transpose")  # their codes must be bitwise equal
+_CODES_APART = 1.5e-2  # share of codes that may differ after a transcendental function
+_SIGN = 0x80  # sign bit of a code; a zero that is the result of a sum may have either sign
 
 
 def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
-    """Calls until time is up; on a GPU each is compared with the CPU's."""
+    """Make calls until time is up; on a GPU, compare each with the call on the CPU."""
     found = Outcome("ops" if device == "cpu" else "ops_cuda")
     names = list(OPERATORS)
     for number in until(seconds, least=len(names)):
@@ -49,7 +50,7 @@ def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
 
 
 def _mutate(arguments: list[Any], draw: Draw) -> None:
-    """Make one argument another one of its kind."""
+    """Replace one argument by another value of the same type."""
     at = draw.random.randrange(len(arguments))
     value = arguments[at]
     if isinstance(value, torch.Tensor):
@@ -65,7 +66,7 @@ def _mutate(arguments: list[Any], draw: Draw) -> None:
 
 
 def _other_tensor(x: torch.Tensor, arguments: list[Any], draw: Draw) -> Any:
-    """Of other strides, shape, dtype or values, or one that is an argument already."""
+    """A tensor of other strides, shape or dtype, or one of the other arguments (an alias)."""
     others = [a for a in arguments if isinstance(a, torch.Tensor)]
     kind = draw.random.randrange(8)
     if kind == 0:
@@ -86,7 +87,7 @@ def _other_tensor(x: torch.Tensor, arguments: list[Any], draw: Draw) -> Any:
 
 
 def _try(name: str, arguments: list[Any], device: str, found: Outcome) -> str:
-    """What is wrong, if anything is."""
+    """Make a call; returns what is wrong, "" if nothing is."""
     cpu, said = _call(name, _copied(arguments, "cpu"))
     found.count("errors in words" if said else "results")
     if said and not said.startswith(_expected(said)):
@@ -94,7 +95,7 @@ def _try(name: str, arguments: list[Any], device: str, found: Outcome) -> str:
     if device == "cpu":
         return ""
     if _is_read_and_written(name, arguments):
-        return ""  # on a GPU, some threads read what others have written
+        return ""  # on a GPU, threads would race
     gpu, also = _call(name, _copied(arguments, device))
     if bool(said) != bool(also):
         return f"the CPU {said or 'returned'}, the GPU {also or 'returned'}"
@@ -102,7 +103,7 @@ def _try(name: str, arguments: list[Any], device: str, found: Outcome) -> str:
 
 
 def _is_read_and_written(name: str, arguments: list[Any]) -> bool:
-    """Whether a tensor that the operator writes is another of its arguments, too."""
+    """Whether a tensor that the operator writes is also one of its other arguments."""
     names = [a.name for a in getattr(torch.ops.te, name).default._schema.arguments]
     tensors = [
         (own, x.untyped_storage()._cdata)
@@ -110,7 +111,7 @@ def _is_read_and_written(name: str, arguments: list[Any]) -> bool:
         if isinstance(x, torch.Tensor)
     ]
     written = {memory for own, memory in tensors if own in _WRITTEN}
-    read = [memory for own, memory in tensors if own != "again"]  # which may be in place
+    read = [memory for own, memory in tensors if own != "again"]  # which may be written in place
     return any(read.count(memory) > 1 for memory in written)
 
 
@@ -129,7 +130,7 @@ def _call(name: str, arguments: list[Any]) -> tuple[list[torch.Tensor], str]:
 
 
 def _copied(arguments: list[Any], device: str) -> list[Any]:
-    """Tensors on the device, of equal strides and offsets; aliases stay aliases."""
+    """Copies of tensors on the device, with equal strides and offsets; aliases stay aliases."""
     made: dict[int, torch.Tensor] = {}
     rooms: dict[int, torch.Tensor] = {}
 
@@ -150,7 +151,7 @@ def _copied(arguments: list[Any], device: str) -> list[Any]:
 
 
 def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tensor]) -> str:
-    """In words; empty within the bounds."""
+    """Describes how results differ; "" if they agree within the bounds."""
     least = _SUMS if name in ("gemm", *_NORMS) else 0.0
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -164,7 +165,7 @@ def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tens
             if apart * a.numel() > most:
                 return f"{apart:.1%} of the codes of result {i} differ"
         elif a.is_floating_point():
-            about = torch.finfo(a.dtype)  # a value beyond the largest one is near the largest one
+            about = torch.finfo(a.dtype)  # infinities count as the largest value
             x, y = (t.double().clamp(about.min, about.max) for t in (a, b))
             same = (x == y) | (x.isnan() & y.isnan())
             if name in _INFINITE:
@@ -172,7 +173,7 @@ def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tens
             finite = x[a.isfinite()]
             largest = finite.abs().max().item() if finite.numel() else 0.0
             narrow = a.dtype is torch.float16 or name == "softmax_backward"
-            if narrow and a.isinf().any():  # what has cancelled elsewhere was as large
+            if narrow and a.isinf().any():  # cancelled terms may have been as large elsewhere
                 largest = math.inf
             least_step = 2 * about.smallest_normal * about.eps
             near = (x - y).abs() <= max(max(least, _BOUND[a.dtype]) * largest, least_step)

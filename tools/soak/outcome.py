@@ -1,4 +1,4 @@
-"""What a soak test found: figures that go into `results/`, and failures that end it."""
+"""The outcome of a soak test: figures that are written to `results/`, and failures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN = 50
 
 @dataclass
 class Outcome:
-    """Of one soak test.
+    """The figures and failures of one soak test.
 
     Attributes:
-        name: of the test.
+        name: name of the test.
         figures: counts, which are integers, and largest values, which are floats.
-        failures: what must not happen, each in words that reproduce it.
+        failures: descriptions of failures, with what is needed to reproduce them.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Outcome:
         self.figures[what] = round(max(self.figures.get(what, 0.0), float(value)), 3)
 
     def add(self, other: Outcome) -> None:
-        """Count what another process found, too."""
+        """Add the figures and failures of another process."""
         for what, value in other.figures.items():
             if isinstance(value, float):
                 self.most(what, value)
@@ -48,7 +48,7 @@ class Outcome:
         self.failures += other.failures
 
     def write(self, command: str) -> Path:
-        """Put the figures where `docs/reliability.md` gets them from, and return that place."""
+        """Write the figures to a file of `results/` for `docs/reliability.md`; returns its path."""
         under = os.environ.get("TE_SOAK_UNDER", "")
         found = {
             "date": time.strftime("%Y-%m-%d"),
@@ -64,7 +64,7 @@ class Outcome:
         return path
 
     def show(self) -> None:
-        """Print it."""
+        """Print figures and failures."""
         told = ", ".join(f"{value:,} {what}" for what, value in self.figures.items())
         print(f"{self.name}: {told}; {len(self.failures)} failures", flush=True)
         for failure in self.failures[:_SHOWN]:
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def until(seconds: float, least: int = 1) -> Iterator[int]:
-    """Numbers of rounds, for so long, and at least so many."""
+    """Yield numbers of rounds until the time is up, but at least `least` of them."""
     end, number = time.monotonic() + seconds, 0
     while number < least or time.monotonic() < end:
         yield number
@@ -80,7 +80,7 @@ def until(seconds: float, least: int = 1) -> Iterator[int]:
 
 
 def _commit() -> str:
-    if commit := os.environ.get("TE_BENCH_COMMIT"):  # of a copy whose .git is not the checkout's
+    if commit := os.environ.get("TE_BENCH_COMMIT"):  # set for a copy without the .git of the checkout
         return commit
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

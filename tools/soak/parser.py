@@ -1,9 +1,9 @@
 """Coverage-guided fuzzing of the reader of configurations, with libFuzzer where clang is installed.
 
-Without clang, mutations of `tests/fuzz/corpus` that know no coverage. `TE_SOAK_SANITIZE` says which
-sanitizers are built in beside the fuzzer; none of them: twenty times the inputs, of which none may
-take more than 50 ms. `TE_SOAK_FUZZER` names a fuzzer that is built already; this builds one, and
-puts what it needs beside it:
+Without clang, inputs are mutations of `tests/fuzz/corpus` that are not guided by coverage.
+`TE_SOAK_SANITIZE` names the sanitizers that are built in. If it is empty, twenty times as many
+inputs run, and none may take more than 50 ms. `TE_SOAK_FUZZER` is the path of a fuzzer that is
+built already; this command builds one, with the library that it needs, into a folder:
 
     TE_SOAK_SANITIZE= python tools/soak/parser.py FOLDER
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 from outcome import ROOT, Outcome
 
 _CORPUS = ROOT / "tests/fuzz/corpus"
-_SLOW = 50.0  # ms of CPU time, without sanitizers
+_SLOW = 50.0  # most ms of CPU time for an input, without sanitizers
 _COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(21, 13, -1)))
-_LENGTHS = (64, 64, 128, 16384)  # of inputs, at most, seed by seed: short ones are many
+_LENGTHS = (64, 64, 128, 16384)  # largest lengths of inputs, by seed; most are short
 _NAMED = "TE_SOAK_FUZZER"
 
 
@@ -36,17 +36,17 @@ def prepare() -> None:
 
 
 def run(seconds: float, seed: int) -> Outcome:
-    """Fuzz for so long."""
+    """Fuzz for this time."""
     found = Outcome("parser")
     prepare()
     fuzzer = os.environ[_NAMED]
-    # Interesting inputs are written: into memory, where there is a place for that.
+    # The fuzzer writes interesting inputs to files; a file system in memory is faster.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         corpus = shutil.copytree(_CORPUS, Path(folder) / "corpus")
         command = [fuzzer, str(corpus), str(int(seconds))]
         if _knows_coverage(fuzzer):
-            # A busy machine makes inputs slow by the clock: the fuzzer takes CPU time itself.
+            # On a busy machine wall time says little, so the fuzzer measures CPU time itself.
             command = [fuzzer, f"-max_total_time={int(seconds)}", f"-seed={seed}", "-timeout=600"]
             command += [f"-max_len={_LENGTHS[seed % len(_LENGTHS)]}", "-reload=0", "-entropic=0"]
             command += ["-print_final_stats=1", str(corpus)]
@@ -78,7 +78,7 @@ def put_into(folder: Path) -> None:
 
 
 def _knows_coverage(fuzzer: str) -> bool:
-    """Whether libFuzzer is in it, which has options."""
+    """Whether the fuzzer is built with libFuzzer, which has the option tested here."""
     ran = subprocess.run([fuzzer, "-help=1"], capture_output=True, check=False)
     return b"max_total_time" in ran.stdout + ran.stderr
 

@@ -1,5 +1,6 @@
-// Refuses torch's n-th allocation from now on: on a CPU in place of the C library's function that
-// torch calls (LD_PRELOAD), on a GPU as the allocator that is plugged into torch.
+// Lets an allocation of torch fail, for memory.py: the n-th one after refuse_after(n). On a CPU,
+// LD_PRELOAD puts this posix_memalign, which torch calls, before that of the C library. On a GPU,
+// torch is told to use allocate_on_gpu and free_on_gpu (CUDAPluggableAllocator).
 #include <dlfcn.h>
 
 #include <atomic>
@@ -20,7 +21,7 @@ Function* of_driver(const char* name) {
   return reinterpret_cast<Function*>(driver ? dlsym(driver, name) : nullptr);
 }
 
-// A thread that has called nothing of CUDA's runtime has no context.
+// A thread that has not called the CUDA runtime yet has no current context.
 void make_current(int device) {
   static const auto retain = of_driver<int(void**, int)>("cuDevicePrimaryCtxRetain");
   static const auto set = of_driver<int(void*)>("cuCtxSetCurrent");
@@ -55,7 +56,7 @@ void* allocate_on_gpu(ptrdiff_t size, int device, void*) {
   return reinterpret_cast<void*>(address);
 }
 
-// What is freed may be in use by kernels that were launched before: freeing waits for them.
+// Kernels that were launched before may still use the memory: cuMemFree waits for them.
 void free_on_gpu(void* address, ptrdiff_t, int device, void*) {
   static const auto release = of_driver<int(unsigned long long)>("cuMemFree_v2");
   if (address == nullptr) return;

@@ -1,6 +1,6 @@
-"""A session of the debugger that somebody will kill: `session_to_kill.py FOLDER`.
+"""A debugger session that `kills.py` kills: `session_to_kill.py FOLDER`.
 
-Says the number of each step whose statistics it has written, until it is killed.
+Until it is killed, it prints the number of each step whose statistics are written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TENSORS, STATISTICS = ("activation", "gradient", "weight"), ("max", "mean", "std
 
 
 def main(folder: str) -> None:
-    """Train a layer for ever."""
+    """Train a layer without end."""
     section = {"enabled": True, "tensors": [*TENSORS], "stats": [*STATISTICS]}
     config = {
         "enabled": True,

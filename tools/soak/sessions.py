@@ -1,7 +1,7 @@
-"""Threads that use one session of the debugger, and others that begin and end sessions of theirs.
+"""Threads that use one debugger session at the same time, and try to begin other sessions.
 
-`threads` runs this with the native engine under ThreadSanitizer: `python sessions.py ROUNDS`. It
-needs no torch, whose threads no sanitizer has seen.
+`threads.py` runs this with the native engine under ThreadSanitizer: `python sessions.py ROUNDS`. It
+does not import torch, whose threads are not instrumented.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEPS = 100
 
 
 def main(rounds: int) -> None:
-    """Raise what any thread raised."""
+    """Run the threads; raises the first error that a thread raised."""
     for number in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             debug_api.initialize({}, log_dir=folder)
@@ -72,7 +72,7 @@ def _read() -> None:
 
 
 def _begin_and_end() -> None:
-    """A session is one at a time: a second one is refused in words."""
+    """A second session must be refused with a ValueError while one is running."""
     for _ in range(_STEPS // 10):
         try:
             debug_api.initialize({})

@@ -1,7 +1,7 @@
-"""Damaged states: `_extra_state`, FP8 tensors and optimizer states load, or are an error in words.
+"""Loads damaged states: `_extra_state` of modules, pickled FP8 tensors, and optimizer states.
 
-What loads is used: a forward and a backward of the module, an operation of the tensor, a step of
-the optimizer.
+Loading must succeed or raise an error with a message. A state that loads is used: by a forward and
+a backward of the module, an operation on the tensor, or a step of the optimizer.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _optimizers() -> Callable[[random.Random], None]:
 
 
 def _damaged(arguments: list[Any], draw: random.Random) -> list[Any]:
-    """One argument, or one thing in it, replaced."""
+    """The arguments with one of them, or one element of it, replaced."""
     at = draw.randrange(1, len(arguments))
     value = arguments[at]
     if isinstance(value, dict) and value and draw.random() < 0.8:

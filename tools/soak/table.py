@@ -14,7 +14,7 @@ _NOT_COUNTED = "refused by us alone", "read by us alone"
 
 
 def write() -> None:
-    """Put the table into the page, of figures that lie where the page has them from."""
+    """Write the table into the page, unless results go to another folder (TE_SOAK_RESULTS)."""
     if "TE_SOAK_RESULTS" in os.environ:
         return
     page = PAGE.read_text()
@@ -23,7 +23,7 @@ def write() -> None:
 
 
 def table() -> str:
-    """A row for each test that has figures."""
+    """A Markdown table with a row for each test that has figures."""
     lines = [
         "| `make soak ARGS=` | figures | failures | on | when |",
         "| --- | --- | --- | --- | --- |",
@@ -40,7 +40,7 @@ def table() -> str:
 
 
 def _figures(figures: dict[str, Any]) -> list[str]:
-    """Counts in words; reasons of disagreement are counted together."""
+    """The figures as texts; the figures of all reasons of a disagreement are added up."""
     told = {name: value for name, value in figures.items() if ": " not in name}
     for kind in _NOT_COUNTED:
         total = sum(value for name, value in figures.items() if name.startswith(f"{kind}: "))

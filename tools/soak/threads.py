@@ -1,7 +1,7 @@
-"""The native code of both packages under ThreadSanitizer: C++ tests, and threads with a debugger.
+"""Runs the native code under ThreadSanitizer: C++ tests, and Python threads with the debugger.
 
-The C++ tests run in a drawn order, again and again; then Python threads use and refuse sessions of
-`nvdlfw_inspect` (`sessions.py`), whose engine is instrumented.
+The C++ tests run repeatedly in random order. In between, Python threads use a session of
+`nvdlfw_inspect` at the same time (`sessions.py`), with an instrumented engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from outcome import ROOT, Outcome, until
 
 _BUILD = ROOT / "build/soak-threads"
-_FOUND = "66"  # the exit status of what raced
+_FOUND = "66"  # exit status of a process with a data race
 _ROUNDS = 20
 
 
@@ -34,7 +34,7 @@ def prepare() -> None:
 
 
 def run(seconds: float, seed: int) -> Outcome:
-    """Run the tests until time is up, with rounds of threads between."""
+    """Run the C++ tests and the Python threads in turns until time is up."""
     found = Outcome("threads")
     if not (_BUILD / "build.ninja").exists():
         prepare()
