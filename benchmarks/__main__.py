@@ -1,6 +1,6 @@
-"""Runs benchmarks and renders their report: `python benchmarks [name ...]`; all without names.
+"""Runs benchmarks and renders the report: `python benchmarks [name ...]`; without names, all run.
 
-Each `bench_<name>.py` runs in a process of its own, so that one that fails takes no other along.
+Each `bench_<name>.py` runs in a process of its own, so that a failure does not stop the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmark of attention compares: our backends one by one, and the libraries directly."""
+"""What the attention benchmarks compare: each of our backends, and direct calls of libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 @dataclass(frozen=True)
 class Case:
-    """A problem; `padded` is how half of the tokens are said to be padding: lengths or thd."""
+    """A problem; if `padded` is "lengths" or "thd", half of the tokens are padding."""
 
     batch: int
     heads: int
@@ -46,17 +46,17 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees keys up to its own alone."""
+        """Whether a query attends only to keys up to its own position."""
         return "causal" in self.mask
 
     def whole(self) -> Case:
-        """The same without padding and window: what they are compared with."""
+        """The same problem without padding and window, the reference for those."""
         return replace(self, mask="causal" if self.causal else "no_mask", padded="", window=None)
 
 
 @contextmanager
 def only(name: str | None) -> Iterator[None]:
-    """Our attention runs this backend; None leaves the choice."""
+    """Make our attention run this backend; None leaves the choice to it."""
     choose = core.choose
     if name is not None:
         core.choose = lambda *call: BY_NAME[name]
@@ -67,7 +67,7 @@ def only(name: str | None) -> Iterator[None]:
 
 
 def takers(case: Case) -> list[str]:
-    """Backends that take a case, the preferred one first."""
+    """Names of the backends that support a case, the preferred one first."""
     table = te.attention_backends(
         num_attention_heads=case.heads,
         kv_channels=case.size,
@@ -84,7 +84,7 @@ def takers(case: Case) -> list[str]:
 
 
 def ours(case: Case, qkv_format: str = "bshd", backend: str | None = None) -> tuple[Call, Call]:
-    """Forward, and forward with backward; queries, keys and values are views of one projection."""
+    """Our forward, and forward + backward; query, key and value are views of one tensor."""
     arguments: dict[str, Any] = {}
     lengths = [case.sequence] * case.batch
     if case.padded:
@@ -130,7 +130,7 @@ def _with_backward(forward: Call, inputs: list[torch.Tensor]) -> tuple[Call, Cal
 
 
 def torch_sdpa(case: Case, backend: SDPBackend) -> tuple[Call, Call]:
-    """torch's attention on contiguous `[batch, heads, sequence, size]`."""
+    """The calls of torch's attention on contiguous `[batch, heads, sequence, size]`."""
     inputs = _inputs(case, heads_first=True)
     grouped = {} if case.groups == case.heads else {"enable_gqa": True}
 
@@ -142,14 +142,14 @@ def torch_sdpa(case: Case, backend: SDPBackend) -> tuple[Call, Call]:
 
 
 def flash_attn_4(case: Case) -> tuple[Call, Call]:
-    """flash-attn 4 on contiguous `[batch, sequence, heads, size]`."""
+    """The calls of flash-attn 4 on contiguous `[batch, sequence, heads, size]`."""
     attend = import_module("flash_attn.cute").flash_attn_func
     inputs = _inputs(case, heads_first=False)
     return _with_backward(lambda: attend(*inputs, causal=case.causal)[0], inputs)
 
 
 def libraries(case: Case) -> dict[str, tuple[Call, Call]]:
-    """The peers that are installed."""
+    """The calls of the libraries that are installed."""
     peers = {
         "torch cuDNN": torch_sdpa(case, SDPBackend.CUDNN_ATTENTION),
         "torch flash": torch_sdpa(case, SDPBackend.FLASH_ATTENTION),
@@ -160,7 +160,7 @@ def libraries(case: Case) -> dict[str, tuple[Call, Call]]:
 
 
 def has_flash_attn_4() -> bool:
-    """Whether flash-attn 4 and what it needs can be imported."""
+    """Whether flash-attn 4 can be imported."""
     try:
         import_module("flash_attn.cute")
     except ImportError:

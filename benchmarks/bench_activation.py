@@ -1,4 +1,7 @@
-"""Activations in every form that a layer asks for, beside torch eager, as fractions of a copy."""
+"""Activations in every form that layers use, and in torch eager, relative to a device copy.
+
+`ratio` is the time of a device copy of as many bytes, divided by the time of the activation.
+"""
 
 import sys
 from pathlib import Path
@@ -16,7 +19,7 @@ BARS |= {"backward dbias again": 0.90, "backward dbias fp8 again": 0.84}
 
 
 def calls(name: str, x: torch.Tensor, dy: torch.Tensor) -> dict:
-    """What a layer asks for, by the names of BARS, and torch's words for the two plain ones."""
+    """The calls by name: ours in every form that layers use, and torch's forward and backward."""
     kind = op.activation_kind(name)
     scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     fp8 = dict(plain=False, scale=scale, amax=amax, rowwise=True, columnwise=True)
@@ -46,7 +49,7 @@ def calls(name: str, x: torch.Tensor, dy: torch.Tensor) -> dict:
 
 
 def bytes_per_output(call: str, inputs: int) -> int:
-    """What must move once per element of `y`; `inputs` = 2 for gated kinds, else 1."""
+    """Bytes that must move per element of `y`; `inputs` is 2 for gated activations, else 1."""
     written = 2  # bf16, or one byte for each of two sides
     if call.startswith("forward"):
         return 2 * inputs + (1 if call.endswith("row-wise") else written)

@@ -1,9 +1,9 @@
-"""DotProductAttention: each of our backends beside the libraries called directly.
+"""DotProductAttention: each of our backends, compared with direct calls of libraries.
 
-`ratio` is the time of the fastest library over ours, on contiguous tensors there and on views of
-one projection here, as in a layer; for windows it is our own time without them over ours with them.
-Rows named `chosen` are what runs by default. The rest is in bench_attention_padding.py and
-bench_generation.py.
+`ratio` is the time of the fastest library divided by ours. Libraries get contiguous tensors; ours
+gets views of one projection, as in a layer. For windows, `ratio` is our time without a window
+divided by our time with it. Rows named `chosen` are the backend that runs by default. Padding and
+generation are measured by bench_attention_padding.py and bench_generation.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BAR_OF_WINDOW = 4.0
 def row(
     report: Report, op: str, case: str, yardstick: float, timing: Timing, **more: float
 ) -> None:
-    """One measurement, with its ratio."""
+    """Add a measurement to the report, with the ratio of `yardstick` to it."""
     report.row(
         op=op,
         case=case,
@@ -49,11 +49,11 @@ def row(
 
 
 def measure_dense(report: Report, case: Case) -> None:
-    """Libraries, then our backends, then what is chosen, in both formats."""
+    """Measure the libraries, each of our backends, and the chosen backend in both formats."""
     peers = libraries(case)
     pairs: dict[str, tuple[Call, Call]] = dict(peers)
     for name in takers(case):
-        if name != "unfused":  # its scores would not fit
+        if name != "unfused":  # its matrix of scores would not fit into memory
             pairs[f"ours, {name}"] = ours(case, backend=name)
     pairs["chosen, bshd"] = ours(case)
     pairs["chosen, sbhd"] = ours(case, "sbhd")
@@ -66,7 +66,7 @@ def measure_dense(report: Report, case: Case) -> None:
 
 
 def measure_less(report: Report, what: str, case: Case, bar: float) -> None:
-    """A case with less to do than `case.whole()`: how much faster it is."""
+    """Measure how much faster a case with padding or a window is than `case.whole()`."""
     pairs = {"whole": ours(case.whole())}
     for name in takers(case):
         if name != "unfused":
@@ -81,7 +81,7 @@ def measure_less(report: Report, what: str, case: Case, bar: float) -> None:
 
 
 def measure_host(report: Report) -> None:
-    """Host time of a forward that the GPU does not hold up, over torch's own call."""
+    """Measure the host time of a tiny forward, relative to that of torch's own call."""
     query, key, value = (random(64, 1, 2, 64) for _ in range(3))
     first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
     module = te.DotProductAttention(2, 64)

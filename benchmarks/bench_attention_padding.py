@@ -1,6 +1,6 @@
-"""DotProductAttention where half of the tokens are padding, as thd and as lengths.
+"""DotProductAttention if half of the tokens are padding, in format thd and given by lengths.
 
-`ratio` is our time for whole sequences over ours with padding.
+`ratio` is our time for full sequences divided by our time with padding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Block scaling: casts against a copy, products against torch._scaled_mm on the same codes.
+"""Block scaling: casts relative to a copy, GEMMs relative to torch._scaled_mm on the same codes.
 
-Every figure is from cold L2. `ratio` of a cast is the time of a copy that moves as many bytes, over
-ours; of a product it is torch's time over ours, where torch has that product.
+All times are with a cold L2. `ratio` of a cast is the time of a copy that moves as many bytes
+divided by ours. `ratio` of a GEMM is torch's time divided by ours, if torch has that GEMM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
 from transformer_engine.pytorch.scale_layout import block_layout
 
 SHAPES = [(2048, 2048), (8192, 4096), (16384, 8192)]
-LARGE = 2**25  # elements from which the bars hold
+LARGE = 2**25  # elements from which on a row is judged by a bar
 CAST_BAR = 0.8
 BF16 = torch.bfloat16
 
@@ -25,13 +25,13 @@ BF16 = torch.bfloat16
 def cast(
     x: torch.Tensor, dimensions: int, columnwise: bool = True, dbias: torch.dtype | None = None
 ) -> object:
-    """Row-wise codes, and transposed ones."""
+    """Cast to row-wise codes and, if `columnwise`, transposed ones."""
     format = block_layout(dimensions).code(E4M3)
     return quantize_blocks(x, format, True, 0.0, True, columnwise, dbias)
 
 
 def bench_casts(report: Report) -> None:
-    """Bytes: the input, the codes, and the scales, which are a 32nd part of 1 x 128 codes."""
+    """Bytes that move: input, codes, and scales (for 1 x 128, 4 bytes per 128 codes)."""
     for rows, cols in SHAPES:
         x = torch.randn(rows, cols, device="cuda", dtype=BF16)
         ways: dict[str, tuple[Callable[[], object], float]] = {
@@ -51,7 +51,7 @@ def bench_casts(report: Report) -> None:
 def main() -> None:
     require_gpu()
     torch.manual_seed(0)
-    copy_us(2**28)  # clocks settle
+    copy_us(2**28)  # warms up until clocks are stable
     report = Report("blocks")
     bench_casts(report)
     measure_all(["fp8 blocks"], report)

@@ -1,6 +1,7 @@
-"""Activation checkpointing: training steps of four layers, each of them checkpointed, or none.
+"""Activation checkpointing: training steps of four layers, with each layer checkpointed, or none.
 
-`ratio` is the time over that without; the forward alone is a third of a forward and backward.
+`ratio` is the time divided by that without checkpoints. As the forward is a third of forward and
+backward, a ratio of 4/3 is expected.
 """
 
 from __future__ import annotations

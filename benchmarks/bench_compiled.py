@@ -1,9 +1,9 @@
-"""Forward and backward under `torch.compile(fullgraph=True)`, over the same module in eager mode.
+"""Forward and backward under `torch.compile(fullgraph=True)`, relative to eager mode.
 
-Times are those of a training loop, host and GPU: the host is what compiling is for. `in graphs` is
-`mode="reduce-overhead"`, which replays CUDA graphs; without it the host decides below h 4096. Plain
-torch, compiled, stands beside. The first cases are one layer, the last is the stack of bench_gpt,
-compiled as a whole.
+Times are wall times of a training loop, host and GPU, because compiling saves host time.
+`in graphs` is `mode="reduce-overhead"`, which replays CUDA graphs. Without graphs, layers with a
+hidden size below 4096 are host-bound. Layers of plain torch are compiled for comparison. The first
+cases are one layer; the last one is the stack of bench_gpt, compiled as a whole.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ CASES = (  # name, size, layers, bar, precisions
 
 
 def compiled(module: nn.Module, mode: str | None) -> nn.Module:
-    """Traced as one graph, shapes fixed."""
+    """The module, compiled as one graph with fixed shapes."""
     return torch.compile(module, fullgraph=True, dynamic=False, mode=mode)  # type: ignore[return-value]
 
 
 def measure(
     report: Report, case: str, size: Size, layers: int, bar: float, precisions: tuple[str, ...]
 ) -> None:
-    """Two rows for each precision."""
+    """Add two rows to the report for each precision: compiled, and compiled in graphs."""
     x = random(size.batch, size.sequence, size.hidden)
     for name in precisions:
         torch._dynamo.reset()
         build = PlainLayer if name == "torch" else our_layer
         model = nn.Sequential(*(build(size) for _ in range(layers)))
         runs = {"eager": step(model, x, name)}
-        runs["eager"]()  # makes the scales
+        runs["eager"]()  # creates the FP8 scales
         for way, mode in WAYS.items():
             runs[way] = step(compiled(model, mode), x, name)
         began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Attention of sequences that GPUs share, beside one GPU's time for all, divided by the ranks.
+"""Attention under context parallelism, relative to one GPU's time divided by the ranks.
 
     bench_context_parallel.py             two GPUs
     bench_context_parallel.py --ranks 4   four
 
-`ratio` is the time of the slowest rank over one GPU's share, which runs the backend that is chosen
-for it. Each case is measured with all backends, with cuDNN alone, and in FP8 (`fp8_dpa`), where one
-GPU's share is that in FP8.
+`ratio` is the time of the slowest rank divided by one GPU's share: the time of one GPU for all
+sequences, with the backend that it chooses, divided by the number of ranks. Each case is measured
+with all backends, with cuDNN only, and in FP8 (`fp8_dpa`); then the time of one GPU is in FP8, too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.distributed import shard_sequence
 
 OPS = ("context parallel forward", "context parallel forward + backward")
-# By the number of ranks: milliseconds of NVIDIA's TE 2.20.2 on H200s, forward and backward by its
-# ring; our bar. That of four is 4.2 and 13.9 ms where one GPU's share is 3.4 and 13.2.
+# By the number of ranks: milliseconds of NVIDIA's TE 2.20.2 on H200s for forward and backward with
+# its ring, and our bar. The bars of four ranks are 4.2 and 13.9 ms, for shares of 3.4 and 13.2 ms.
 Goals = dict[int, tuple[float, float]]
 CASES: dict[Case, Goals] = {
     Case(1, 32, 32, 16384, 128, "causal"): {2: (7.79, 1.05), 4: (6.68, 1.24)},
@@ -35,8 +35,8 @@ CASES: dict[Case, Goals] = {
 }
 TINY: dict[Case, Goals] = {Case(1, 4, 4, 64, 16, "causal"): {2: (1.0, 1.0), 4: (1.0, 1.0)}}
 COMM_TYPES = ("p2p", "all_gather", "a2a")
-PAIRS = "a2a+p2p"  # of four ranks, neighbours exchange heads
-# Variables, and whether attention is in FP8.
+PAIRS = "a2a+p2p"  # with four ranks: pairs of neighbours exchange heads
+# Environment variables, and whether attention runs in FP8.
 WAYS: dict[str, tuple[dict[str, str], bool]] = {
     "any backend": ({}, False),
     "cudnn": ({"NVTE_FLASH_ATTN": "0"}, False),
@@ -46,7 +46,7 @@ RECIPE = DelayedScaling(fp8_dpa=True)
 
 
 def calls(case: Case, comm_type: str | None, group: Any, fp8: bool = False) -> tuple[Call, Call]:
-    """Forward, and forward with backward, on this rank; of whole sequences without a type."""
+    """Forward, and forward + backward, on this rank; `comm_type` None is for whole sequences."""
     ranks = None if comm_type is None else dist.group.WORLD
     torch.manual_seed(0)
     shapes = [(case.batch, case.sequence, n, case.size) for n in (case.heads, *[case.groups] * 2)]
@@ -67,16 +67,16 @@ def calls(case: Case, comm_type: str | None, group: Any, fp8: bool = False) -> t
 
 
 def pair_groups(rank: Rank) -> list[Any]:
-    """Of neighbours, and of the ranks that have the same place in each pair."""
+    """The group of this rank's pair, and of the ranks at the same position in all pairs."""
     rings = [dist.new_group([*range(i, rank.count, 2)]) for i in range(2)]
     return [rank.groups[2], rings[rank.number % 2]]
 
 
 def measure_context(rank: Rank, case: Case, goals: Goals, groups: dict[str, Any]) -> None:
-    """Attention of ranks that share sequences.
+    """Measure attention of ranks that share sequences.
 
     Args:
-        groups: by the way of communication.
+        groups: the process group (or pair of groups) for each type of communication.
     """
     nvidia, bar = goals[rank.count]
     for name, (variables, fp8) in WAYS.items():

@@ -1,11 +1,12 @@
-"""Weights kept in FP8 alone: memory at rest, the step without their cast, and optimizers on them.
+"""Weights that are kept only in FP8: memory between steps, time of steps, and of optimizers.
 
-Ratios are over the same layer with bf16 parameters: bytes over bytes, time over time.
+Ratios are relative to the same layer with bf16 parameters, in bytes or in time.
 
-Memory at rest is the bytes that tensors asked for. What the caching allocator counts as allocated
-holds its rounding, too: a block whose rest is below 1 MiB is handed out whole, which made 0.7 MiB
-of the 7 of a small layer. Both kinds of weights run once before, or the workspaces that stay with a
-stream (20 MiB) count for the kind that needs them first.
+Memory at rest is the number of bytes that tensors requested. The number of bytes that the caching
+allocator counts as allocated also includes its rounding: if less than 1 MiB of a block is left
+over, the whole block is allocated, which was 0.7 MiB of the 7 MiB of a small layer. Both kinds of
+weights run once before, because workspaces that stay with a stream (20 MiB) would otherwise count
+for the kind that runs first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def make(size: Size, fp8_weights: bool, recipe: str | None = None) -> nn.Module:
 def compare(
     report: Report, op: str, contestants: dict[str, Callable[[], None]], **more: Any
 ) -> None:
-    """One row for each; the first is what the others are measured by."""
+    """Add a row for each contestant; ratios are relative to the first one."""
     times = time_gpu_each(contestants, repeats=30, warmup=8)
     base = next(iter(times.values())).median_us
     for name, timing in times.items():
@@ -46,15 +47,12 @@ def compare(
 
 
 def requested_bytes() -> int:
-    """What tensors on the GPU asked for."""
+    """Bytes that the tensors on the GPU requested."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def measure_memory(report: Report, size: Size) -> None:
-    """Requested bytes between steps, and allocated ones at their peak.
-
-    Gradients of a step are gone between.
-    """
+    """Measure requested bytes between steps, without gradients, and the peak of allocated bytes."""
     at_rest: dict[str, int] = {}
     peaks: dict[str, int] = {}
     x = random(size.batch, size.sequence, size.hidden)
@@ -97,7 +95,7 @@ def measure_steps(report: Report, size: Size) -> None:
 
 
 def measure_optimizers(report: Report, size: Size) -> None:
-    """AdamW in place on either kind of weight, and on fp32 masters of FP8 weights."""
+    """Measure AdamW in place on bf16 and FP8 weights, and on fp32 masters of FP8 weights."""
 
     def in_place(fp8_weights: bool, **how: bool) -> Callable[[], None]:
         parameters = list(make(size, fp8_weights).parameters())

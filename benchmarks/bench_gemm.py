@@ -1,8 +1,8 @@
-"""FP8 and bf16 products against torch._scaled_mm and torch.mm: GPU, bias and sums, host.
+"""FP8 and bf16 GEMMs relative to torch._scaled_mm and torch.mm: GPU time, epilogues, host time.
 
-`ratio` is torch's time over ours, measured in turns on the same random data from cold L2.
-TE_GEMM_TUNE=1 first tunes every product (see tune_gemm.py), so that the rows below show what the
-table that it writes will give.
+`ratio` is torch's time divided by ours, measured in turns on the same random data with a cold L2.
+TE_GEMM_TUNE=1 first tunes every GEMM (see tune_gemm.py), so that the rows show the times with the
+table of algorithms that the tuner writes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tune_gemm import TABLE, tune_all
 
 from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
 
-HOST_SIZE = 256  # small enough that the GPU never holds the host up
+HOST_SIZE = 256  # so small that the host never waits for the GPU
 
 
 def measure(case: Case, report: Report) -> float | None:
-    """Torch's time over ours for one product; None where torch has none."""
+    """Measure a GEMM; returns torch's time divided by ours, None if torch has no such GEMM."""
     timings = time_gpu_each(prepare(case).all(), repeats=30, warmup=10)
     ours, peer = timings["ours"], timings.get("torch")
     row = {
@@ -42,7 +42,7 @@ def measure(case: Case, report: Report) -> float | None:
 
 
 def measure_all(precisions: Sequence[str], report: Report) -> None:
-    """Every case, and the geometric mean of the ratios of a precision."""
+    """Measure every case, and the geometric mean of the ratios for each precision."""
     for precision in precisions:
         ratios = [measure(case, report) for case in cases([precision])]
         mean = geometric_mean([ratio for ratio in ratios if ratio is not None])
@@ -57,7 +57,7 @@ Ways = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 
 def ways_of(tokens: int, outputs: int, inputs: int) -> dict[str, Ways]:
-    """What a product does besides: the plain product, ours with it, torch's way to the same."""
+    """For each epilogue: the plain GEMM, our GEMM with the epilogue, and torch's calls for it."""
     bf16 = torch.bfloat16
     x = torch.randn(tokens, inputs, device="cuda", dtype=bf16)
     w = torch.randn(outputs, inputs, device="cuda", dtype=bf16)
@@ -80,7 +80,7 @@ def ways_of(tokens: int, outputs: int, inputs: int) -> dict[str, Ways]:
 
 
 def additions(report: Report) -> None:
-    """What a bias, or a sum in fp32, costs over the plain bf16 product, and what torch's do."""
+    """Measure the cost of a bias and of accumulation in fp32, and torch's time for the same."""
     sizes = (16384, 16384, 4096)
     for name, (plain, ours, peer) in ways_of(*sizes).items():
         timings = time_gpu_each({"plain": plain, "ours": ours, "torch": peer}, repeats=20)
@@ -96,7 +96,7 @@ def additions(report: Report) -> None:
 
 
 def host(report: Report) -> None:
-    """Host microseconds of one call, next to torch's for the same product."""
+    """Measure the host time of a call, and of torch's call for the same GEMM."""
     bf16 = torch.bfloat16
     x = torch.randn(HOST_SIZE, HOST_SIZE, device="cuda", dtype=bf16)
     w = torch.randn_like(x)

@@ -1,10 +1,10 @@
-"""Generation by the model of examples/generate.py: with a cache of keys and values, by replays of a
-CUDA graph, and without a cache.
+"""Generation by the model of examples/generate.py: with a KV cache, in a CUDA graph, and without.
 
-`ratio` is the time of a step over that of the same architecture in plain PyTorch, with a cache laid
-out beforehand and scaled_dot_product_attention. Without a cache texts are written one by one;
-`equal_texts` counts those that begin alike (weights are random: the likeliest bytes are often two,
-and kernels that sum in another order choose the other one).
+`ratio` is the time of a step divided by that of the same architecture in plain PyTorch, with a
+preallocated KV cache and scaled_dot_product_attention. Without a cache, texts are generated one
+after the other. `equal_texts` counts texts that begin with the text generated without a cache. Not
+all do: with random weights, two bytes are often almost equally likely, and kernels that sum in
+another order choose the other one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gpt.settings import Settings
 
 PROMPTS = ["\ndef ", "\nclass ", "import ", "    return "]
 COUNT = 400
-COUNT_WITHOUT = 50  # each byte of which takes as long as all that came before it
+COUNT_WITHOUT = 50  # fewer, because each byte processes all bytes before it again
 SIZES = ((6, 512, 8), (12, 768, 12))
 
 
 def settings_of(
     layers: int, hidden: int, heads: int, model: str = "te", device: str = "cuda"
 ) -> Settings:
-    """What a run of train_gpt.py would have set; the weights are random."""
+    """Settings like those of a run of train_gpt.py; the weights will be random."""
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq": 1024}
     arithmetic = {"device": device, "precision": "bf16", "recipe": "delayed"}
     training = {"batch": 1, "steps": 1, "lr": 1e-3, "dropout": 0.0, "validate_every": 1}
@@ -40,13 +40,13 @@ def settings_of(
 
 
 def model_of(settings: Settings) -> nn.Module:
-    """As generate.py loads it."""
+    """The model, prepared as in generate.py."""
     torch.manual_seed(0)
     return cast_once(build_model(settings).eval(), settings)
 
 
 def figures(seconds: float, steps: int) -> dict[str, Any]:
-    """Of steps that write a byte of each text."""
+    """The figures for a row, from the time of steps that each generate a byte of every text."""
     return {
         "us_per_step": round(1e6 * seconds / steps, 1),
         "bytes_per_s": round(len(PROMPTS) * steps / seconds),
@@ -56,14 +56,14 @@ def figures(seconds: float, steps: int) -> dict[str, Any]:
 def measured(
     model: nn.Module, settings: Settings, graph: bool = False
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Figures of one generation, and its texts."""
-    write(model, settings, PROMPTS, 8, graph=graph)  # what is set up once
+    """Generate once with a cache; returns figures and texts."""
+    write(model, settings, PROMPTS, 8, graph=graph)  # warm-up
     written = write(model, settings, PROMPTS, COUNT, graph=graph)
     return figures(len(PROMPTS) * COUNT / written.rate, COUNT), written.texts
 
 
 def measured_without(model: nn.Module, settings: Settings) -> tuple[dict[str, Any], list[bytes]]:
-    """The same without a cache, of the beginnings of the texts."""
+    """Generate the beginnings of the texts without a cache; returns figures and texts."""
     without_cache(model, settings, PROMPTS, 4)
     began = time.perf_counter()
     texts = without_cache(model, settings, PROMPTS, COUNT_WITHOUT)

@@ -1,7 +1,7 @@
-"""A GPT of 125M parameters: 12 layers h768, s1024, b8, where the host decides.
+"""A GPT of 125M parameters (12 layers h768, s1024, b8), which is small enough to be host-bound.
 
-`layers` is forward + backward of the stack, which the bar is about; `step` is a whole training step
-with embeddings, loss and AdamW.
+`layers` is forward + backward of the stack of layers, for which there is a bar. `step` is a whole
+training step with embeddings, loss and AdamW. `ratio` is relative to plain torch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge
 
 
 def prepare() -> tuple[dict[str, GPT], torch.Tensor, torch.Tensor]:
-    """The models by precision, an input of their layers, and tokens."""
+    """The models by precision, an input for the layers, and tokens."""
     models = {"torch": GPT(PlainLayer)}
     models |= {name: GPT(our_layer) for name in contenders.RECIPES}
     x = random(SIZE.batch, SIZE.sequence, SIZE.hidden)

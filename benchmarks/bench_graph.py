@@ -1,11 +1,13 @@
-"""The GPT of bench_gpt, forward and backward in a CUDA graph, beside plain torch eager.
+"""The GPT of bench_gpt, forward and backward in a CUDA graph, relative to plain torch eager.
 
-`layers` is the stack, which the bar is about; `step` a whole training step with AdamW. `idle` is
-the share of the time between the first and the last kernel of ten replays in which none runs.
+`layers` is the stack of layers, for which there is a bar; `step` is a whole training step with
+AdamW. `idle` is the share of time, from the first to the last kernel of ten replays, in which no
+kernel runs.
 
-What is left of it is around the counters that the libraries clear: cuBLASLt before six of a layer's
-twelve products (those of more tiles than multiprocessors), cuDNN before both of its graphs. A clear
-of 0.8 us has gaps of 1.4 us before and 3 us behind it, whichever algorithm the product takes.
+The remaining idle time is around memsets of counters in the libraries: cuBLASLt clears a counter
+before six of the twelve GEMMs of a layer (those with more tiles than multiprocessors), and cuDNN
+before both of its graphs. A memset of 0.8 us has a gap of 1.4 us before it and of 3 us after it,
+whichever algorithm the GEMM uses.
 """
 
 from __future__ import annotations

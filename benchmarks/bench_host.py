@@ -1,6 +1,7 @@
-"""Host time of calls on tiny shapes, over the same in plain torch in the same run.
+"""Host time of calls on tiny shapes, relative to the same calls in plain torch in the same run.
 
-FP8 scopes are entered outside the timed loops; `enter` rows pay for entering and leaving each time.
+`fp8_autocast` is entered outside of the timed loops, except in `enter` rows, which enter and leave
+it in each call.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def forward_backward(module: nn.Module, x: torch.Tensor) -> Call:
 def compare(
     report: Report, op: str, calls: dict[str, Call], recipe: str, bars: dict[str, float]
 ) -> None:
-    """Times `calls`, the first of which is the yardstick, inside the scope of a recipe."""
+    """Time `calls` in the autocast of a recipe; ratios are relative to the first call."""
     with precision(recipe):
         times = time_host_each(calls)
     yardstick = next(iter(times.values())).median_us
@@ -98,7 +99,7 @@ def measure_linear(report: Report) -> None:
 
 
 def measure_larger(report: Report) -> None:
-    """MLP and layer; the layer's bar is for FP8 forward."""
+    """Measure LayerNormMLP and TransformerLayer; the bar is for the FP8 forward of the latter."""
     x = random(SIZE.batch, SIZE.sequence, FEATURES).requires_grad_()
     pairs = {
         "LayerNormMLP": (PlainMLP(FEATURES, SIZE.ffn), our_mlp(FEATURES, SIZE.ffn)),

@@ -1,7 +1,7 @@
-"""What inspecting costs: FP8 steps of four layers in sessions of the debugger, over plain ones.
+"""The cost of the debugger: FP8 steps of four layers in debug sessions, relative to plain steps.
 
-A session is begun anew for every block of steps, so that all kinds of session take turns within one
-run; its first steps are not timed. A step is forward, backward and `debug_api.step()`.
+A new session begins for every block of steps, so that all kinds of sessions take turns within one
+run; the first steps of a block are not timed. A step is forward, backward and `debug_api.step()`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ for bars in BARS.values():
 
 
 def block_ms(run: Callable[[], None], config: Config | None, folder: str) -> float:
-    """Milliseconds of a step, of `STEPS` in a row within one session."""
+    """Milliseconds of a step: the mean of `STEPS` consecutive steps in one session."""
     if config is not None:
         debug_api.initialize(config_file=config, log_dir=folder)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -78,7 +78,7 @@ def block_ms(run: Callable[[], None], config: Config | None, folder: str) -> flo
 
 
 def measure(report: Report, size: Size) -> None:
-    """One row per kind of session."""
+    """Add a row for each kind of session."""
     model = nn.Sequential(*(our_layer(size) for _ in range(LAYERS)))
     run = step(model, random(size.batch, size.sequence, size.hidden), "fp8 delayed")
     times: dict[str, list[float]] = {name: [] for name in SESSIONS}

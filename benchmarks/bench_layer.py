@@ -1,6 +1,7 @@
-"""Whole layers, forward + backward in milliseconds, and their memory, beside plain torch.
+"""Whole layers: milliseconds of forward + backward, and peak memory, for ours and plain torch.
 
-The bars are times on an H200, and MiB; for rows with one, `ratio` is the time or memory itself.
+The bars are milliseconds on an H200, or MiB. In rows with a bar, `ratio` is the time or the memory
+itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from harness import Report, Timing, peak_mib, require_gpu, time_gpu_each
 LARGE = Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=4)
 MEDIUM = Size(hidden=2048, ffn=8192, heads=16, sequence=2048, batch=4)
 LONG = Size(hidden=8192, ffn=28672, heads=64, sequence=4096, batch=1)
-# The best that others reach on this kind of GPU, in milliseconds.
+# The best times of other libraries on this kind of GPU, in milliseconds.
 PEERS = {
     LARGE: {"torch": 40.87, "bf16": 34.6, "fp8 delayed": 23.22, "fp8 current": 24.69},
     MEDIUM: {"torch": 5.44, "bf16": 4.84, "fp8 delayed": 3.68, "fp8 current": 4.00},
@@ -28,7 +29,7 @@ LAYER_BARS = {
     MEDIUM: {"bf16": 4.3, "fp8 delayed": 3.0},
     LONG: {"bf16": 28.0, "fp8 delayed": 17.2},
 }
-BEST_BACKEND_BARS = {"fp8 delayed": 20.6, BY_CUDNN: 21.0}  # of LARGE, with flash-attn 4
+BEST_BACKEND_BARS = {"fp8 delayed": 20.6, BY_CUDNN: 21.0}  # bars of LARGE with flash-attn 4
 MLP_TOKENS, MLP_HIDDEN, MLP_FFN = 8192, 4096, 16384
 MLP_PEERS = {"bf16": 10.19, "fp8 delayed": 5.96, "fp8 current": 6.35}
 GATED_PEERS = {"bf16": 15.09, "fp8 delayed": 8.85, "fp8 current": 9.29}
@@ -49,7 +50,7 @@ def report_times(
     peers: dict[str, float],
     bars: dict[str, float],
 ) -> None:
-    """One row per contender: milliseconds, and how much less than plain torch."""
+    """Add a row for each contender: milliseconds, also relative to plain torch."""
     for name, timing in times.items():
         milliseconds = timing.median_us / 1e3
         row: dict[str, Any] = {"op": op, "case": name, "ms": round(milliseconds, 3)}
@@ -100,7 +101,7 @@ def measure_mlp(report: Report) -> None:
 
 
 def measure_memory(report: Report, size: Size) -> None:
-    """Peak of a step above what is there before it: the module, its input and its state."""
+    """Measure the peak memory of a step, beyond that of the module, its input and its state."""
     modules = {
         "TransformerLayer": (PlainLayer, our_layer, (size,)),
         "LayerNormMLP": (PlainMLP, our_mlp, (size.hidden, size.ffn)),
@@ -109,7 +110,7 @@ def measure_memory(report: Report, size: Size) -> None:
     for kind, (plain, ours, arguments) in modules.items():
         for name in ("torch", *contenders.RECIPES):
             module = (plain if name == "torch" else ours)(*arguments)
-            # A step frees the gradients of the one before it first.
+            # `peak_mib` counts from a state with gradients, which the step frees first.
             freed = sum([t.nbytes for t in (x, *module.parameters())]) / 2**20
             mib = peak_mib(step(module, x, name)) + int(freed)
             row: dict[str, Any] = {"op": f"peak memory {kind} {size}", "case": name, "mib": mib}

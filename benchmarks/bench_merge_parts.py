@@ -1,8 +1,9 @@
-"""Merging parts beside torch eager, as fractions of a copy of the bytes that must move.
+"""Merging attention parts, in our kernel and in torch eager, relative to a device copy.
 
-Attention of 8,192 tokens over parts of the keys, and sums of its gradients: one part more, and the
-parts of a ring of four ranks, of which the last one sees all keys (its parts have all tokens), and
-the first one sees the keys of others from the second half of its tokens alone.
+The attention of 8,192 tokens over parts of the keys is merged, and gradients of parts are summed.
+Cases are one further part, and all parts of a ring of four ranks: on the last rank, all tokens
+attend to every part; on the first rank, only the second half of its tokens attends to the keys of
+other ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from harness import Report, of_copy, require_gpu, time_gpu_each
 from transformer_engine.pytorch.kernels.merge_parts import merge_parts
 
 BAR = 0.85
-LARGE = 2**24  # elements from which the bar holds
+LARGE = 2**24  # elements from which on a row is judged by the bar
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Case(NamedTuple):
-    """`[batch, tokens, heads, size]`; `halves` are the parts of the second half of the tokens."""
+    """Sizes, and how many parts are for all tokens (`wholes`) or the second half (`halves`).
+
+    `fresh`: the result is made from the parts alone; else they are merged into an earlier result.
+    """
 
     batch: int
     tokens: int
@@ -53,7 +57,7 @@ CASES = [
 def merge_in_torch(
     out: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, part_sums: torch.Tensor
 ) -> None:
-    """The definition for one part by operators of torch, of an fp32 result."""
+    """Merge one part into an fp32 result by torch's operators, according to the definition."""
     share = torch.sigmoid(part_sums - sums).masked_fill_(part_sums == -torch.inf, 0.0)
     out.lerp_(part.float(), share.unsqueeze(-1))
     sums.copy_(torch.logaddexp(sums, part_sums))
@@ -74,7 +78,7 @@ def measure(report: Report, case: Case) -> None:
     }
     if case.dtype is FP32 and case.wholes:
         calls["attention torch"] = lambda: merge_in_torch(out, sums, parts[0], part_sums[0])
-    rows = (1.0 if case.wholes else 0.5) * (1 if case.fresh else 2)  # of out that move
+    rows = (1.0 if case.wholes else 0.5) * (1 if case.fresh else 2)  # reads and writes of `out`
     moved = rows * out.nbytes + sum(x.nbytes for x in parts)
     of_sums = rows * sums.nbytes + sum(x.nbytes for x in part_sums)
     for op, timing in time_gpu_each(calls).items():

@@ -1,4 +1,7 @@
-"""Norms in every form that a layer asks for, beside torch eager, as fractions of a copy."""
+"""Norms in every form that layers use, and in torch eager, relative to a device copy.
+
+`ratio` is the time of a device copy of as many bytes, divided by the time of the norm.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ BARS = {
     "layernorm backward": 0.80,
     "rmsnorm backward": 0.87,
 }
-JUDGED = 2**23  # elements from which the bars hold: below, launches decide
-# Bytes that must move once per element of bf16: x and y or its codes; dy, x and dx.
+JUDGED = 2**23  # elements from which on bars apply; below, launch times dominate
+# Bytes that must move per element of bf16: x, and y or the codes of y; dy, x and dx.
 MOVED = {
     "forward": 4,
     "forward current": 4,
@@ -42,7 +45,7 @@ def torch_norm(case: cases.Case, x: torch.Tensor, parameters: list[torch.Tensor]
 
 
 def calls(case: cases.Case) -> dict:
-    """What a layer asks for, by the names of MOVED, and torch's words for the two plain ones."""
+    """The calls by name: ours in every form that layers use, and torch's forward and backward."""
     dtype, x = case.x.dtype, case.x
     scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     delayed = {"scale": scale, "amax": amax, "rowwise": True}

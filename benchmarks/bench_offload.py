@@ -1,8 +1,8 @@
-"""Offloading of activations: 12 layers h4096 in FP8, of which the first k wait in host memory.
+"""Activation offloading: 12 layers h4096 in FP8; the first k are offloaded to host memory.
 
-`copies` compares the copies of one layer's tensors with one cudaMemcpyAsync of as many bytes from
-or to pinned memory. `step` is forward + backward; `copies_ms` is what all copies of a step take
-alone, one after the other.
+`copies` compares the copies of the tensors of one layer with a single cudaMemcpyAsync of as many
+bytes to or from pinned memory. `step` is forward + backward; `copies_ms` is the time of all copies
+of a step without any computing, one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECIPE = "fp8 delayed"
 
 
 class Watched(CudaCopies):
-    """Remembers the sizes of what it copies out, by layer."""
+    """Records the sizes of the tensors that it copies to the host, by layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def timed(call: Callable[[], Any], repeats: int = 8) -> Timing:
 
 
 def measure_copies(report: Report, sizes: list[int]) -> tuple[float, float]:
-    """Microseconds that one layer takes out and back."""
+    """Measure the copies of a layer; returns microseconds to the host and back."""
     copies, total = CudaCopies(), sum(sizes)
     sources = [torch.ones(n, dtype=torch.uint8, device="cuda") for n in sizes]
     whole = torch.ones(total, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""The page about two million records: seconds, and MiB of what it writes. No GPU takes part."""
+"""The debugger's report of two million records: CPU time, and size of the page. Needs no GPU."""
 
 import resource
 import subprocess
@@ -15,19 +15,19 @@ from synthetic_run import LAYERS_OF_BLOCK, STATISTICS, TENSORS, ill, write_run
 
 RECORDS = 2_000_000
 SERIES_OF_BLOCK = len(LAYERS_OF_BLOCK) * len(TENSORS) * len(STATISTICS)
-SECONDS, MIB = 12.0, 2.25  # of one core and of the page of a long run, at most
+SECONDS, MIB = 12.0, 2.25  # bars: CPU time and size for a long run
 
 
 class Page(NamedTuple):
-    """What a page took."""
+    """The time and size of a page."""
 
-    seconds: float  # of one core
+    seconds: float  # CPU time
     wall_seconds: float
     mib: float
 
 
 def page_of(blocks: int, steps: int) -> Page:
-    """Write the log of a run, and its page."""
+    """Write the log of a synthetic run, and measure the command that makes the page from it."""
     with tempfile.TemporaryDirectory() as folder:
         log, page = Path(folder, "log"), Path(folder, "page.html")
         write_run(log, blocks, range(steps), ill)

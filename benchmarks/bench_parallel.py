@@ -1,11 +1,12 @@
-"""Layers that GPUs share, beside one GPU's time for the whole layer, divided by the ranks.
+"""Layers with tensor and sequence parallelism, relative to one GPU's time divided by the ranks.
 
     bench_parallel.py             two GPUs
-    bench_parallel.py --ranks 4   four; beside them two pairs, which measure at the same time
+    bench_parallel.py --ranks 4   four GPUs, and two pairs that run at the same time
 
-`ratio` is the time of the slowest rank over one GPU's share. `alone_ms` is of the collectives of a
-step, one after the other, and `compute_ms` of a step on a rank whose collectives are left out.
-`hidden` is the part of the former that the step does not add to the latter.
+`ratio` is the time of the slowest rank divided by one GPU's share, its time for the whole layer
+divided by the ranks. `alone_ms` is the time of the collectives of a step, one after the other and
+without computing. `compute_ms` is the time of a step whose collectives do not communicate. `hidden`
+is the share of the collectives' time that computing hides: 1 - (step - `compute_ms`) / `alone_ms`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Goal(NamedTuple):
     """Milliseconds of a layer in one precision.
 
     Attributes:
-        nvidia: NVIDIA's TE 2.20.2.
-        bar: ours to reach; None where none was set.
-        share: one GPU's time on the machine that both are for, divided by the ranks: GPUs differ by
-            some percent.
+        nvidia: the time of NVIDIA's TE 2.20.2.
+        bar: the time that we want to reach; None if there is no goal.
+        share: one GPU's time divided by the ranks, on the machine of the other two times. Goals are
+            relative to it, because GPUs differ by some percent.
     """
 
     nvidia: float
@@ -40,7 +41,7 @@ class Goal(NamedTuple):
     share: float
 
 
-# By the number of ranks, tensor and sequence parallel.
+# Goals by the number of ranks, with tensor and sequence parallelism.
 Goals = dict[int, Goal]
 LAYERS: dict[Size, dict[str, Goals]] = {
     Size(4096, 16384, 32, 4096, 4): {
@@ -57,7 +58,7 @@ LAYERS: dict[Size, dict[str, Goals]] = {
 
 
 def layer_step(size: Size, name: str, group: Any) -> Call:
-    """One forward and backward of a layer that the ranks of a group share."""
+    """A forward and backward of a layer with tensor parallelism over a group."""
     ranks = dist.get_world_size(group)
     shared = {"tp_group": group, "tp_size": ranks, "sequence_parallel": True}
     shared |= {"set_parallel_mode": True, "ub_tp_comm_overlap": True}
@@ -66,7 +67,7 @@ def layer_step(size: Size, name: str, group: Any) -> Call:
 
 
 def collectives_alone(step: Call, group: Any = None) -> Call:
-    """The collectives of a step, one after the other, with nothing beside them."""
+    """A call that runs the collectives of a step one after the other, without computing."""
     te.parallel_report(reset=True)
     step()
     ranks = dist.get_world_size(group)
@@ -89,11 +90,11 @@ def collectives_alone(step: Call, group: Any = None) -> Call:
 
 
 def measure_layer(rank: Rank, size: Size, name: str, goal: Goal, groups: tuple[Any, Any]) -> None:
-    """A transformer layer in one precision.
+    """Measure a transformer layer in one precision.
 
     Args:
-        groups: of the ranks that share it, and one of as many whose collectives copy what this rank
-            has, and do nothing else.
+        groups: the group of the ranks that share the layer, and a group of as many ranks with
+            torch's fake backend, whose collectives only copy the data of this rank.
     """
     shared, lone = groups
     contenders = {"one GPU": layer_step(size, name, rank.alone)}

@@ -1,7 +1,8 @@
-"""What layers that two GPUs share pay besides their collectives: for statistics, and on the host.
+"""Further costs of layers that two GPUs share: of the debugger's statistics, and of the host.
 
-Statistics: `ratio` is a step with all of them over one without the debugger, under TP2 + SP.
-Host: microseconds that a collective adds to the host time of a layer's forward and backward.
+Statistics: `ratio` is the time of a step with all statistics divided by that of a step without the
+debugger, under TP2 + SP. Host: the microseconds that each collective adds to the host time of
+forward and backward of a layer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SESSIONS: dict[str, Config | None] = {
 
 
 def shared_layer(size: Size, sequence: bool = True) -> nn.Module:
-    """A layer of which each rank has a part, and with `sequence` of the tokens between layers."""
+    """A tensor parallel layer, with `sequence` also sequence parallel."""
     return our_layer(
         size,
         attn_input_format="sbhd",
@@ -48,7 +49,7 @@ def shared_layer(size: Size, sequence: bool = True) -> nn.Module:
 
 
 def block_ms(rank: Rank, run: Callable[[], None], config: Config | None, folder: str) -> float:
-    """Milliseconds of a step of the slower rank, of some in a row within one session."""
+    """Milliseconds of a step on the slower rank: the mean of consecutive steps in one session."""
     synchronize = rank.either(torch.cuda.synchronize, int)
     steps, warmup = rank.either((STEPS, WARMUP), (1, 1))
     if config is not None:
@@ -69,7 +70,7 @@ def block_ms(rank: Rank, run: Callable[[], None], config: Config | None, folder:
 
 
 def measure_statistics(rank: Rank, size: Size) -> None:
-    """Steps of layers in FP8, with the debugger and without."""
+    """Measure steps of layers in FP8, with the debugger and without."""
     layers = nn.Sequential(*(shared_layer(size) for _ in range(LAYERS)))
     x = random(size.sequence // rank.count, size.batch, size.hidden)
     run = step(layers, x, "fp8 delayed")
@@ -91,17 +92,17 @@ def measure_statistics(rank: Rank, size: Size) -> None:
 
 
 def collectives_of(run: Callable[[], None]) -> int:
-    """How many collectives layers start in a step."""
+    """The number of collectives that layers start in a step."""
     te.parallel_report(reset=True)
     run()
     return sum(calls for calls, _ in te.parallel_report(reset=True).counts.values())
 
 
 def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
-    """Host time of a shared layer, beside that of a layer as large as a rank's part of it.
+    """Measure the host time of a shared layer, and of a layer that is as large as a rank's part.
 
-    What is added is torch's own calls (`torch_us` of each collective, with nothing around it), and
-    the rest.
+    The difference is the host time of collectives. Of this, `torch_us` is the time of torch's own
+    call of each collective.
     """
     head = size.hidden // size.heads
     part = Size(
@@ -111,7 +112,7 @@ def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
     x = random(size.sequence, size.batch, size.hidden)
     own = x.chunk(rank.count)[rank.number].contiguous() if sequence else x
     shared = step(shared_layer(size, sequence), own, name)
-    # Amaxes meet in all of them, once for all layers of a model: they are not of the layer.
+    # All contenders reduce amaxes; a model does that once for all layers, not in each layer.
     contenders = {
         "a rank's part": step(our_layer(part, **whole), x, name),
         "shared": shared,

@@ -1,7 +1,8 @@
-"""FP8 casts, transposes and the scales they need, against what torch offers for the same work.
+"""FP8 casts, transposes and updates of scales, compared with torch's operators for the same work.
 
-Every figure is from cold L2. `ratio` is the time of a copy that moves as many bytes, over ours;
-bytes = what must move once, but twice the input for current scaling, whose amax comes first.
+All times are with a cold L2. `ratio` is the time of a copy that moves as many bytes, divided by
+ours. Each byte counts as often as it must move: once, but the input of current scaling twice,
+because the amax must be known before the cast.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from transformer_engine.pytorch.kernels.transpose import transpose
 
 E4M3 = 5
 SHAPES = [(2048, 2048), (8192, 4096), (16384, 8192)]
-LARGE = 2**25  # elements from which the bars hold
+LARGE = 2**25  # elements from which on rows are judged by bars
 STATES, HISTORY_LENGTHS = 288, (16, 1024)  # a model of 48 layers, six quantised tensors each
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A kernel, its bytes per element, its bar, and torch's way to the same result."""
+    """A kernel, its bytes per element, its bar, and torch's call for the same result."""
 
     name: str
     run: Callable[[], object]
@@ -103,7 +104,7 @@ def bench_tensors(report: Report) -> None:
 
 
 def bench_dtypes(report: Report) -> None:
-    """Where bytes per element differ: fp32 input, fp16 input, and rows that no tile divides."""
+    """Measure other dtypes of the input, and numbers of rows that tiles do not divide."""
     scale, running_amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     for rows, cols, dtype in [
         (8192, 4096, torch.float32),
@@ -128,7 +129,7 @@ def bench_delayed_scaling(report: Report) -> None:
         ]
         rows = [entry(scale, history) for scale, history in states]
         table = torch.tensor(rows, dtype=torch.int64, device="cuda")
-        reduced = torch.rand(3 * STATES, device="cuda")  # never zero: every update does its work
+        reduced = torch.rand(3 * STATES, device="cuda")  # not zero: each scale changes
         calls = {
             "delayed update": lambda table=table, reduced=reduced: delayed_scaling_update(
                 table, reduced, "max", 448.0, 0
@@ -147,7 +148,7 @@ def bench_delayed_scaling(report: Report) -> None:
 
 def main() -> None:
     require_gpu()
-    copy_us(2**28)  # clocks settle
+    copy_us(2**28)  # warms up until clocks are stable
     report = Report("quantize")
     bench_tensors(report)
     bench_dtypes(report)

@@ -1,8 +1,9 @@
-"""Two GPUs that each have a replica of a GPT and data of their own (DDP).
+"""Data parallel training of a GPT on two GPUs, each with a replica and its own data (DDP).
 
-`ratio` is tokens a second of two GPUs over those of one, which trains the same model on as many
-tokens as each of the two, alone. Beside our layers stand those of plain torch, what larger buckets
-change, and what NCCL with fewer thread blocks does, which leaves more of a GPU to the backward.
+`ratio` is the tokens per second of two GPUs divided by those of one GPU, which trains the same
+model on as many tokens as each of the two. For comparison, there are rows with layers of plain
+torch, with larger buckets, and with fewer thread blocks for NCCL, which leaves more multiprocessors
+to the backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LARGE_BUCKETS, FEW_BLOCKS = 100, (4, 8)  # MiB; thread blocks of NCCL's kernels
 def over_one(
     rank: Rank, times: Mapping[str, Timing], bar: float | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of several GPUs, over one."""
+    """Rows for the report, with the speed of several GPUs relative to one."""
     one = times["one GPU"].median_us
     rows = []
     for name, timing in times.items():
@@ -41,7 +42,7 @@ def over_one(
 
 
 def groups_of(rank: Rank) -> dict[str, Any]:
-    """Process groups of all ranks, by how NCCL runs them."""
+    """Process groups of all ranks with different NCCL options, by the name of the row."""
     found: dict[str, Any] = {}
     for blocks in rank.either(FEW_BLOCKS, ()):
         options: Any = dist.ProcessGroupNCCL.Options()
@@ -51,14 +52,14 @@ def groups_of(rank: Rank) -> dict[str, Any]:
 
 
 def wraps(groups: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Arguments of DistributedDataParallel, by name."""
+    """Arguments of DistributedDataParallel, by the name of the row."""
     found: dict[str, dict[str, Any]] = {"DDP": {}, "DDP that reduces nothing": {}}
     found[f"DDP, buckets of {LARGE_BUCKETS} MiB"] = {"bucket_cap_mb": LARGE_BUCKETS}
     return {**found, **{name: {"process_group": group} for name, group in groups.items()}}
 
 
 def measure_replicas(rank: Rank, name: str, groups: Mapping[str, Any]) -> None:
-    """Training steps of a GPT of 125M parameters, eager."""
+    """Measure training steps of a GPT of 125M parameters in eager mode."""
     size = rank.either(bench_gpt.SIZE, TINY)
     make = PlainLayer if name == "torch" else our_layer
     tokens = torch.randint(bench_gpt.VOCABULARY, (size.batch, size.sequence + 1), device=DEVICE)

@@ -1,7 +1,7 @@
-"""Two GPUs that share the weights of one model, which they keep and gather in FP8 (FSDP2).
+"""Two GPUs that shard the weights of a model, and gather them in FP8 (FSDP2).
 
-`ratio` is tokens a second of two GPUs over those of one, which trains the same model on as many
-tokens as each of the two, alone.
+`ratio` is the tokens per second of two GPUs divided by those of one GPU, which trains the same
+model on as many tokens as each of the two.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SMALL = Size(hidden=4096, ffn=16384, heads=32, sequence=2048, batch=2)
 SIZES = {"fp8 delayed": (LARGE, SMALL), "fp8 current": (LARGE,)}
 LAYERS = 12
 BAR = 1.9
-LARGEST_SHARE = 0.505  # of the bytes that bf16 weights take; norms and biases are not in FP8
+LARGEST_SHARE = 0.505  # of the bytes of bf16 weights; norms and biases are not in FP8
 OF_LARGE_STEPS = {"loops": 7, "calls": 1, "warmup": 3}
 
 
 class Gathered(TorchDispatchMode):
-    """Counts bytes that this rank gives to all-gathers inside."""
+    """Counts the bytes that this rank sends in all-gathers, as a context manager."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Gathered(TorchDispatchMode):
 
 
 def stack(size: Size, layers: int, name: str, fp8_weights: bool, sharded: bool) -> nn.Module:
-    """Layers, each a shard of its own."""
+    """A stack of layers; if `sharded`, `fully_shard` is applied to each of them."""
     with te.quantized_model_init(fp8_weights, recipe=contenders.RECIPES[name]):
         model = nn.Sequential(*(our_layer(size) for _ in range(layers)))
     if sharded:
@@ -58,7 +58,7 @@ def stack(size: Size, layers: int, name: str, fp8_weights: bool, sharded: bool) 
 
 
 def gathered_bytes(size: Size, name: str, fp8_weights: bool) -> int:
-    """What a rank gives so that all have the weights of a layer once."""
+    """Bytes that a rank sends to gather the weights of a layer once."""
     model = stack(size, 1, name, fp8_weights, sharded=True)
     with Gathered() as found:
         model[0].unshard()  # type: ignore[operator]
@@ -67,7 +67,7 @@ def gathered_bytes(size: Size, name: str, fp8_weights: bool) -> int:
 
 
 def measure_shards(rank: Rank, size: Size, name: str) -> None:
-    """Forward and backward of layers with FP8 weights that two GPUs share, and their optimizer."""
+    """Measure layers with sharded FP8 weights: forward + backward, without and with optimizer."""
     layers = rank.either(LAYERS, 2)
     x = random(size.batch, size.sequence, size.hidden)
     models = {
@@ -97,7 +97,7 @@ def measure_shards(rank: Rank, size: Size, name: str) -> None:
 
 
 def measure_bytes(rank: Rank, size: Size, name: str) -> None:
-    """Bytes gathered for the weights of a layer, over those of bf16 weights."""
+    """Measure the bytes gathered for the weights of a layer, relative to bf16 weights."""
     found = {fp8: gathered_bytes(size, name, fp8) for fp8 in (False, True)}
     row = {"mib": round(found[True] / 2**20, 2), "ratio": round(found[True] / found[False], 4)}
     row |= {"bar": LARGEST_SHARE, "better": "lower"}

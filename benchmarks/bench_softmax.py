@@ -1,7 +1,7 @@
-"""Softmax and dropout_add beside torch eager, as fractions of a copy of the bytes that must move.
+"""Softmax and dropout_add, ours and torch eager, relative to a copy of the bytes that must move.
 
-Of a causal or windowed softmax these are the scores that somebody sees, and all of the result; a
-mask counts once, however many heads share it.
+For a causal or windowed softmax, these bytes are the scores inside the window and the whole result.
+A mask counts once, even if many heads share it. `ratio` is the time of the copy divided by ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cases import softmax as cases
 
 SCALE = 0.125
 SOFTMAX_BAR, DROPOUT_BAR = 0.85, 0.90
-LARGE = 2**25  # elements from which the bars hold
+LARGE = 2**25  # elements from which on rows are judged by bars
 LONGEST_ROW = 32768  # keys that fit the registers of a block; longer rows are read twice
 ELEMENT = 2  # bytes of bfloat16
 
@@ -36,7 +36,7 @@ def kind_of(case: cases.Case) -> str:
 
 
 def seen_scores(case: cases.Case) -> int:
-    """Scores inside the window."""
+    """The number of scores inside the window."""
     batch, heads, queries, keys = case.shape
     seen = 0
     for query in range(queries):
@@ -67,7 +67,7 @@ def measure_softmax(report: Report, case: cases.Case) -> None:
         "forward": lambda: softmax_forward(x, mask, SCALE, *case.window),
         "forward torch": lambda: torch_softmax(x, hide),
     }
-    if kind_of(case) == "softmax":  # the backward knows neither masks nor windows
+    if kind_of(case) == "softmax":  # the backward is the same with masks and windows
         bytes_of["backward"] = 3 * ELEMENT * x.numel()
         calls["backward"] = lambda: softmax_backward(dy, y, SCALE)
         calls["backward torch"] = lambda: torch._softmax_backward_data(dy, y, -1, x.dtype)

@@ -1,10 +1,11 @@
-"""Statistics of a tensor: one pass for all of them, and what they add to the ops that take them.
+"""Statistics of a tensor: one kernel for all of them, and their cost as an epilogue of other ops.
 
-"all statistics" is judged in microseconds, from cold caches that hold nothing to write back: they
-were flushed by reading. The fields beside it are the times of a device copy that moves as many
-bytes, of ours behind the usual flush by writing (which leaves the L2 full of lines to write back),
-of ours where the schedule says no, and of the calls that torch needs. "epilogue" rows: the time of
-an op with moments over that without.
+"all statistics" is judged in microseconds. The L2 is flushed by reading before it, so that no dirty
+lines must be written back. Further fields of the row: `copied_us` is the time of a device copy that
+moves as many bytes; `behind_writes_us` our time after the usual flush by writing, which leaves the
+L2 full of dirty lines; `inactive_us` our time if the flag of the row is zero; `torch_us` the time
+of the calls that torch needs. In "epilogue" rows, `ratio` is the time of an op with moments divided
+by that without.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BF16 = torch.bfloat16
 
 
 def torch_statistics(x: torch.Tensor) -> list[torch.Tensor]:
-    """Seven statistics, a call each, as a debugger without a kernel takes them."""
+    """Seven statistics with a call for each, as a debugger without its own kernel computes them."""
     wide = x.float()
     return [
         x.min(),
@@ -50,7 +51,7 @@ def torch_statistics(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def time_clean(call: Callable[[], object], repeats: int = 50, warmup: int = 20) -> Timing:
-    """GPU time of a call behind a flush that only reads: L2 then holds lines of another tensor."""
+    """GPU time of a call after a flush by reading, which leaves no dirty lines in the L2."""
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     samples = []
     for _ in range(warmup + repeats):
@@ -93,7 +94,7 @@ def bench_tensor(report: Report, shape: tuple[int, int], dtype: torch.dtype = BF
 
 
 def bench_cast(report: Report, shape: tuple[int, int]) -> None:
-    """Counts alone ("cast counts") read few values: only those whose codes leave anything open."""
+    """Measure statistics of casts; "cast counts" reads codes, and `x` only if a code is unclear."""
     x = torch.randn(shape, device="cuda", dtype=BF16)
     row, scale = empty_cast_moments("cuda"), 448 / x.abs().amax().float().reshape(1)
     codes, _, scales, _ = quantize(x, E4M3, scale, None, None, True, False, None)
@@ -151,7 +152,7 @@ def bench_epilogues(report: Report, shape: tuple[int, int]) -> None:
 
 def main() -> None:
     require_gpu()
-    copy_us(2**28)  # clocks settle
+    copy_us(2**28)  # warms up until clocks are stable
     report = Report("statistics")
     for shape in SHAPES:
         bench_tensor(report, shape)

@@ -1,9 +1,9 @@
-"""What each feature of a GPU contributes: layers with it beside layers without it.
+"""The contribution of single GPU features: layers with all features, and with one turned off.
 
-The variables of docs/how-to/gpus.md are read when the package is imported, so each row is measured
-by a process of its own: a layer's forward and backward, replayed in a CUDA graph. `ratio` is the
-time over that of the first row, with everything on; `all` is what a GPU of Ampere would run, on
-this GPU.
+The environment variables of docs/how-to/gpus.md are read when the package is imported, so each row
+is measured in its own process: forward and backward of a layer, replayed in a CUDA graph. `ratio`
+is the time divided by that of the first row, which uses all features. `all` turns all of them off:
+it runs on this GPU what an Ampere GPU would run.
 
     bench_switches.py
 """
@@ -34,7 +34,7 @@ RESULT = "milliseconds: "
 
 
 def measure() -> None:
-    """Times of this process, printed as JSON."""
+    """Measure in this process, and print the times as JSON."""
     found = {}
     for size in SIZES:
         x = random(size.batch, size.sequence, size.hidden)
@@ -47,7 +47,7 @@ def measure() -> None:
 
 
 def measured(settings: dict[str, str]) -> dict[str, float]:
-    """Milliseconds of each case in a process with these variables."""
+    """Milliseconds of each case, in a process with these environment variables."""
     command = [sys.executable, str(Path(__file__)), "--here"]
     run = subprocess.run(
         command, env={**os.environ, **settings}, capture_output=True, text=True, check=True

@@ -1,23 +1,23 @@
-"""Complete training steps of language models on one GPU, in tokens a second.
+"""Complete training steps of language models on one GPU, in tokens per second.
 
-A step is embedding, layers, norm, vocabulary projection, cross entropy, clipping of gradients and
-AdamW with fp32 masters; data is in memory. Computation is in bf16, in ours also in FP8. Ours takes
-`linear_cross_entropy` and `FusedAdam` for what is outside of layers.
+A step is embedding, layers, norm, vocabulary projection, cross entropy, gradient clipping and AdamW
+with fp32 masters; the data is in GPU memory. Models compute in bf16, ours also in FP8. Ours uses
+`linear_cross_entropy` and `FusedAdam` outside of the layers.
 
-`ratio` is tokens a second over those of `torch.compile` of the same model in plain torch. `mfu` is
-the share of the GPU's dense bf16 peak that the model's operations are
-(`Architecture.flops_of_a_token`), also where they run in FP8. `gib` is the peak of a step with all
-that is in memory between steps. `loss` is that of the last eight steps.
+`ratio` is relative to the tokens per second of the same model in plain torch with `torch.compile`.
+`mfu` is the model FLOP/s (`Architecture.flops_of_a_token`) as a share of the GPU's dense bf16 peak,
+also if they run in FP8. `gib` is the peak memory of a step, including what stays in memory between
+steps. `loss` is the mean of the last eight steps.
 
     bench_training.py                                     8k tokens; ours not compiled
     bench_training.py --models 125m --rows torch "ours .*"
     bench_training.py --models 350m --largest             the largest batch in 80 GiB
-    bench_training.py --losses 200                        train for so many steps
-    bench_training.py --profile                           and say what the time goes to
-    bench_training.py --tiny                              on a CPU, to see that all runs
+    bench_training.py --losses 200                        train for this number of steps
+    bench_training.py --profile                           print the longest kernels, too
+    bench_training.py --tiny                              on a CPU, to test this file
 
-Each model has a file of results; `merge_training.py` adds those of a run of some rows to it. A row
-that fails says why and is left out.
+Each model has its own file of results. `merge_training.py` adds the results of a run with only some
+of the rows to it. A row that fails prints why and is left out.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from training_steps import BATCHES, ON_GPU, Row, Training
 PEAK_FLOPS = 989.4e12  # dense bf16 of Hopper
 TOKENS = 8192
 LIMIT = 80 * 2**30
-CLOSE = 1.04  # to the largest batch
-KERNELS = 40  # that a profile prints
+CLOSE = 1.04  # the search for the largest batch ends if the next one is not larger by this
+KERNELS = 40  # most kernels that a profile prints
 YARDSTICK = Row("torch", compiled=True)
 FP8 = (
     Row("ours", "fp8 delayed", fp8_head=True),
@@ -54,7 +54,7 @@ FP8 = (
     Row("ours", "fp8 delayed", fp8_weights=True, fp8_head=True),
 )
 OURS = (Row("ours"), *FP8)
-# In the order in which they are measured: what is interrupted has the most telling ones.
+# In the order of measurement: if a run is interrupted, the most important rows are there.
 ROWS = (
     *(replace(row, in_graphs=True) for row in OURS),
     YARDSTICK,
@@ -65,9 +65,9 @@ ROWS = (
     *(replace(row, compiled=True) for row in OURS),
     *(replace(row, compiled=True, in_graphs=True) for row in OURS),
 )
-# Without what takes a compiler twenty seconds and more for each row.
+# Without most compiled rows, each of which takes the compiler twenty seconds or more.
 DEFAULT = tuple(row for row in ROWS if row == YARDSTICK or not row.compiled)
-# Of the best row of ours: bf16 and FP8 over the yardstick, FP8 over torchao.
+# Bars for our best rows: bf16 and FP8 relative to the yardstick; then FP8 relative to torchao.
 BARS = {"125m": (1.15, 1.45), "350m": (1.10, 1.50), "1.3b": (1.05, 1.50)}
 TORCHAO_BAR = 1.15
 
@@ -75,7 +75,7 @@ Found = dict[Row, dict[str, Any]]
 
 
 def train(row: Row, sizes: Architecture, batch: int, options: Any) -> dict[str, Any]:
-    """The figures of a row."""
+    """Train a row and return its figures."""
     training = Training(row, sizes, batch, options.torch_adam)
     training.start()
     loops, calls, warmup = (5, 2, 1) if ON_GPU else (2, 1, 0)
@@ -101,7 +101,7 @@ def train(row: Row, sizes: Architecture, batch: int, options: Any) -> dict[str, 
 
 
 def what_limits(training: Training) -> dict[str, Any]:
-    """The share of the time in which a kernel runs, and which kinds of kernels run longest."""
+    """Share of the time in which a kernel runs, and the kinds of kernels that take longest."""
     profile = profile_calls(training.step, calls=3)
     for kernel, microseconds in sorted(profile.times.items(), key=lambda item: -item[1])[:KERNELS]:
         print(f"{microseconds:10.0f} us  {kernel[:150]}")
@@ -109,7 +109,7 @@ def what_limits(training: Training) -> dict[str, Any]:
 
 
 def free() -> None:
-    """What the last row has left behind."""
+    """Free the memory and the compiled code of the last row."""
     gc.collect()
     torch._dynamo.reset()
     if ON_GPU:
@@ -117,9 +117,9 @@ def free() -> None:
 
 
 def train_largest(row: Row, sizes: Architecture, options: Any) -> dict[str, Any]:
-    """Figures with the largest batch that runs, within 4 %.
+    """Figures with the largest batch that fits into memory, within 4 %.
 
-    The next batch to try is what the last two that ran let expect, or less than one that failed.
+    The next batch to try is extrapolated from the last two that ran, but below one that failed.
     """
     batch, failed = max(1, TOKENS // sizes.sequence), None
     ran: list[dict[str, Any]] = []
@@ -138,7 +138,7 @@ def train_largest(row: Row, sizes: Architecture, options: Any) -> dict[str, Any]
 
 
 def next_batch(ran: Sequence[dict[str, Any]], failed: int | None) -> int:
-    """The batch that should fill the memory, by those that ran and the smallest that did not."""
+    """The next batch to try, from the batches that ran and the smallest that did not fit."""
     last = ran[-1]
     if len(ran) == 1:
         batch = 2 * last["batch"]
@@ -152,7 +152,7 @@ def next_batch(ran: Sequence[dict[str, Any]], failed: int | None) -> int:
 
 
 def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: Any) -> Found:
-    """A row of the report for each; those that fail are left out."""
+    """Add a row to the report for each of `rows`; rows that fail are left out."""
     found: Found = {}
     for row in rows:
         if row.missing is not None:
@@ -164,7 +164,7 @@ def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: A
             else:
                 batch = max(1, options.tokens // sizes.sequence)
                 figures = train(row, sizes, batch, options)
-        except Exception:  # the others are worth their time all the same
+        except Exception:  # continue with the other rows
             traceback.print_exc()
             print(f"{sizes.name}, {row}: failed", flush=True)
             free()
@@ -182,13 +182,13 @@ def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: A
 
 
 def case_of(row: Row) -> str:
-    """Our layers run flash-attn 4 where it is installed, but for attention in FP8."""
+    """The name of a row, with flash-attn 4 if that is installed and runs our attention."""
     with_flash = row.library == "ours" and not row.fp8_attention and has_flash_attn_4()
     return f"{row}, flash-attn 4" if with_flash else str(row)
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """Set the ratio of measured rows, if the yardstick is among them."""
+    """Set the ratio of each row, if the yardstick is among the rows."""
     speeds = {row["case"]: row["tokens_per_s"] for row in rows}
     if str(YARDSTICK) in speeds:
         for row in rows:
@@ -196,7 +196,7 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def judge(report: Report, name: str, sizes: Architecture, found: Found, largest: bool) -> None:
-    """The best rows of ours beside those of others."""
+    """Add rows that compare our best rows with those of other libraries."""
     ours = [row for row in found if row.library == "ours"]
     others = [row for row in found if row.library != "ours"]
     kinds = {"bf16": [r for r in ours if r.precision == "bf16"]}
@@ -220,7 +220,7 @@ def judge(report: Report, name: str, sizes: Architecture, found: Found, largest:
             continue
         least = min(found[row]["gib"] for row in kinds[kind])
         by = min(found[row]["gib"] for row in others)
-        if by:  # nothing is measured on a CPU
+        if by:  # zero on a CPU, where memory is not measured
             ratio = round(least / by, 3)
             op = f"{kind} peak memory over the least of others"
             report.row(op=op, case=sizes.name, ratio=ratio, bar=1.0, better="lower")
@@ -241,7 +241,7 @@ def options_of(arguments: Sequence[str] | None) -> Any:
 
 
 def chosen(names: list[str] | None) -> list[Row]:
-    """Rows by regular expressions of their names, in the order of the table."""
+    """The rows whose names match one of the regular expressions, in the order of `ROWS`."""
     if names is None:
         return list(DEFAULT)
     return [row for row in ROWS if any(re.fullmatch(name, str(row)) for name in names)]

@@ -1,18 +1,20 @@
-"""Complete training steps of language models on two GPUs, in tokens a second over one GPU.
+"""Complete training steps of language models on two GPUs, relative to one GPU.
 
-Models and steps are those of bench_training, ours, not compiled. One GPU trains 8k tokens a step.
-Two GPUs train 16k: replicas (DDP) and shards (FSDP2, under FP8 with weights in FP8) have 8k each;
-with shared layers (TP2 + SP) both work on all.
+Models and steps are our rows of bench_training, not compiled. One GPU trains on 8k tokens per step,
+two GPUs on 16k. With replicas (DDP) and shards (FSDP2; in FP8 with FP8 weights), each GPU has 8k
+tokens; with shared layers (TP2 + SP), both GPUs work on all tokens.
 
-`ratio` is tokens a second of two GPUs over those of one, which both run at once here, each for
-itself. `gib` is the peak of a step with all that is in memory between steps. `loss` is that of the
-last eight steps: ways of two GPUs have the same sequences.
+`ratio` is the tokens per second of two GPUs divided by those of one GPU; for the latter, both GPUs
+train at the same time, each by itself. `gib` is the peak memory of a step, including what stays in
+memory between steps. `loss` is the mean of the last eight steps; all ways to use two GPUs train on
+the same sequences.
 
     bench_training_ranks.py --models 125m --precisions bf16 --ways DDP FSDP2
     bench_training_ranks.py --graphs                      steps in CUDA graphs
-    bench_training_ranks.py --dry-run                     on a CPU, to see that all runs
+    bench_training_ranks.py --dry-run                     on a CPU, to test this file
 
-Each model has a file of results. What fails ends its model, says why, and leaves what was measured.
+Each model has its own file of results. A failure is printed and ends the measurements of its model;
+earlier measurements are kept.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ STEPS = {"loops": 6, "calls": 5, "warmup": 5}
 
 
 def sequences(sizes: Architecture, rank: Rank) -> int:
-    """Of a step on one GPU."""
+    """The number of sequences in a step on one GPU."""
     return rank.either(TOKENS // sizes.sequence, 2)
 
 
 def trained(
     rank: Rank, row: Row, sizes: Architecture, batch: int, way: OneGpu
 ) -> tuple[Timing, dict[str, float]]:
-    """The time of a step, and what else a row says of it."""
+    """Train; returns the time of a step, and further fields of the row."""
     training = Training(row, sizes, batch, way=way)
     training.start()
     timing = rank.time_wall({"": training.step}, **STEPS)[""]
@@ -63,7 +65,7 @@ def trained(
 
 
 def measure_ways(rank: Rank, sizes: Architecture, precision: str, options: Any) -> None:
-    """One GPU, and the ways of two, one after the other: together they would not fit."""
+    """Measure one GPU and each way to use two, one after the other, as memory is limited."""
     times: dict[str, Timing] = {}
     for name in (ONE_GPU, *options.ways):
         fp8_weights = name == "FSDP2" and precision != "bf16"
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"training_ranks_{model}{'_graphs' * options.graphs}"
         try:
             run_on_ranks(name, partial(measure, model=model, options=options))
-        except Exception:  # the others are worth their time all the same
+        except Exception:  # continue with the other models
             traceback.print_exc()
             print(f"{name}: failed", flush=True)
             failed += 1

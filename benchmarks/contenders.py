@@ -1,4 +1,4 @@
-"""What the benchmarks of modules compare: the same layers in plain torch, ours, and the recipes."""
+"""What the benchmarks of modules compare: layers in plain torch and ours, and the FP8 recipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where benchmarks are only tried out
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, to test benchmarks
 DTYPE = torch.bfloat16
 FACTORY = {"device": DEVICE, "dtype": DTYPE}
 
@@ -31,7 +31,7 @@ RECIPES = {
 
 
 def precision(name: str, group: Any = None) -> AbstractContextManager[None]:
-    """The scope of a recipe by name, over the ranks of a group; "torch" and "bf16" have none."""
+    """The `fp8_autocast` of a recipe, with a group for amaxes; "torch" and "bf16" have none."""
     recipe = RECIPES.get(name)
     if recipe is None:
         return nullcontext()
@@ -40,7 +40,7 @@ def precision(name: str, group: Any = None) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Size:
-    """A transformer layer and its input."""
+    """The sizes of a transformer layer and of its input."""
 
     hidden: int
     ffn: int
@@ -66,7 +66,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """What one writes by hand: `[batch, sequence, hidden]`, pre-norm, causal, no dropout."""
+    """A layer in plain torch: `[batch, sequence, hidden]`, pre-norm, causal, no dropout."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class PlainLayer(nn.Module):
 
 
 def our_layer(size: Size, **arguments: Any) -> nn.Module:
-    """The same layer of ours."""
+    """Our layer with the same computation as `PlainLayer`."""
     return te.TransformerLayer(
         size.hidden,
         size.ffn,
@@ -100,17 +100,17 @@ def our_layer(size: Size, **arguments: Any) -> nn.Module:
 
 
 def our_mlp(hidden: int, ffn: int, **arguments: str) -> nn.Module:
-    """The same MLP of ours."""
+    """Our MLP with the same computation as `PlainMLP`."""
     return te.LayerNormMLP(hidden, ffn, params_dtype=DTYPE, device=DEVICE, **arguments)
 
 
 def random(*shape: int) -> torch.Tensor:
-    """An input or a gradient."""
+    """A random input or gradient."""
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
 def step(module: nn.Module, x: torch.Tensor, name: str, group: Any = None) -> Callable[[], None]:
-    """One forward and backward; gradients are new each time, as after an optimizer step."""
+    """A forward and backward; gradients are dropped before, as after an optimizer step."""
     x = x.detach().requires_grad_()
     leaves = [x, *module.parameters()]
     upstream = torch.randn_like(x)

@@ -1,11 +1,11 @@
-"""How near trainings in FP8 come to the same trainings in bf16: losses over many seeds.
+"""Compares the losses of trainings in FP8 with the same trainings in bf16, over many seeds.
 
 Trainings are those of `examples/train_gpt.py`, on the sources of Python's standard library. A seed
-decides the initial weights and the batches, so that trainings of one seed are pairs: they differ by
-the precision alone. Each is a line of `results/fidelity_SIZE.jsonl`; those that are there are not
-run again.
+determines the initial weights and the batches, so trainings with the same seed differ only in the
+precision, and their losses can be compared in pairs. Each training is a line of
+`results/fidelity_SIZE.jsonl`; trainings that are in the file are not run again.
 
-    fidelity.py --seeds 16                         all precisions, on all GPUs that are here
+    fidelity.py --seeds 16                         all precisions, on all GPUs of this machine
     fidelity.py --seeds 4 --only bf16 "fp8 delayed"
     fidelity.py --size 350m --steps 2000 --seeds 2
     fidelity.py --table                            differences from bf16, with their intervals
@@ -38,23 +38,23 @@ SIZES_HERE = {
     "350m": {**SIZES["125m"], "layers": 24, "hidden": 1024, "heads": 16, "seq": 2048, "batch": 4},
 }
 STEPS = 800
-POINTS = 40  # of a curve
+POINTS = 40  # points of a loss curve
 FP8 = [{"precision": "fp8", "recipe": recipe} for recipe in ("delayed", "current", "blocks")]
 BF16: dict[str, Any] = {"precision": "bf16", "recipe": "delayed"}
 KINDS: list[dict[str, Any]] = [BF16, *FP8, *({**kind, "fp8_weights": True} for kind in FP8[:2])]
-# Of Student's distribution, at 95 %, by degrees of freedom.
+# Two-sided 95 % quantiles of Student's distribution, by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 9: 2.26, 15: 2.13, 31: 2.04}
 
 
 def settings_of(kind: dict[str, Any], seed: int, size: str, steps: int, device: str) -> Settings:
-    """Of one training."""
+    """The settings of a training."""
     numbers = {**SIZES_HERE[size], "steps": steps}
     others = {"data": None, "model": "te", "dropout": 0.0, "validate_every": steps}
     return Settings(**others, **kind, **numbers, seed=seed, device=device)
 
 
 def trained(settings: Settings, text: Text) -> dict[str, Any]:
-    """What a line of results says."""
+    """Train; returns the content of a line of results."""
     started, training = time.monotonic(), Training(settings, text)
     training.advance(settings.steps)
     validation = training.validate()
@@ -65,12 +65,12 @@ def trained(settings: Settings, text: Text) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The trainings that are done."""
+    """The trainings in a file of results."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def work(rank: int, count: int, todo: list[Settings], options: argparse.Namespace) -> None:
-    """Every `count`-th training, on one GPU."""
+    """Run every `count`-th training on one GPU, beginning with number `rank`."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     text, end = load_text(None), time.monotonic() + options.seconds
@@ -84,7 +84,7 @@ def work(rank: int, count: int, todo: list[Settings], options: argparse.Namespac
 
 
 def pairs_of(done: list[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Of each precision that has two or more: a training and that in bf16 of the same seed."""
+    """Pairs of a training and the bf16 training of the same seed, by precision, if several."""
     bf16 = {line["seed"]: line for line in done if line["precision"] == "bf16"}
     found: dict[str, list[Any]] = {}
     for line in sorted(done, key=lambda line: line["seed"]):
@@ -94,14 +94,14 @@ def pairs_of(done: list[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any],
 
 
 def percent(losses: list[tuple[float, float]]) -> tuple[float, float]:
-    """By how much losses are above those beside them: the mean, and half of its 95 % interval."""
+    """Mean percentage of the first loss above the second one, and half of its 95 % interval."""
     apart = [100 * (loss / yardstick - 1) for loss, yardstick in losses]
     factor = STUDENT[max(n for n in STUDENT if n < len(apart))]
     return statistics.mean(apart), factor * statistics.stdev(apart) / math.sqrt(len(apart))
 
 
 def differences(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of each precision: mean loss, and its mean difference from bf16 with the 95 % interval."""
+    """For each precision: mean loss, and mean difference from bf16 with its 95 % interval."""
     for name, pairs in pairs_of(done).items():
         losses = [(line["validation"], yardstick["validation"]) for line, yardstick in pairs]
         mean, half = percent(losses)

@@ -1,14 +1,14 @@
-"""What FP8 does to the loss and the gradients of one model, for each kind of GEMM.
+"""Measures the effect of FP8 on loss and gradients of a model, for each kind of GEMM.
 
 The model of `fidelity.py` is trained in bf16. After some of its steps, the gradients of some
 batches and the validation loss are computed from the same weights in fp32, in bf16, and in FP8:
-with all GEMMs in FP8, or one kind alone (the debugger keeps the others in bf16). For each of these:
+with all GEMMs in FP8, or only one kind (the debugger keeps the others in bf16). For each of these:
 
-    error         |g - g32| / |g32| of the gradient g of a batch, the root of the mean square
-    systematic    |mean(g - g32)| / |mean g32| over the batches: what more batches do not remove
-    loss_percent  by how much the validation loss is above that in fp32
+    error         |g - g32| / |g32| for the gradient g of a batch, root mean square over the batches
+    systematic    |mean(g - g32)| / |mean g32| over the batches, which more batches do not reduce
+    loss_percent  percentage by which the validation loss is above that in fp32
 
-The row `batches` is |g32 - mean g32| / |mean g32|: by how much the batches differ among themselves.
+The row `batches` is |g32 - mean g32| / |mean g32|: how much the batches differ from each other.
 
     fidelity_gemms.py                      on a GPU
     fidelity_gemms.py --size tiny          also on a CPU
@@ -39,7 +39,7 @@ LEAST = 1e-30
 
 @contextmanager
 def in_fp8_alone(gemm: str | None) -> Iterator[None]:
-    """Inside, the other kinds of GEMMs run in high precision; None changes nothing."""
+    """In the `with` block, all GEMMs but this kind run in high precision; None changes nothing."""
     if gemm is None:
         yield
         return
@@ -58,7 +58,7 @@ def in_fp8_alone(gemm: str | None) -> Iterator[None]:
 
 
 def gradient(training: Training, windows: torch.Tensor) -> torch.Tensor:
-    """Of all parameters, one after the other, in fp32."""
+    """The gradient of all parameters as one fp32 vector."""
     training.loss(windows).backward()
     parts = [p.grad.flatten().float() for p in training.model.parameters() if p.grad is not None]
     training.model.zero_grad()
@@ -66,7 +66,7 @@ def gradient(training: Training, windows: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(training: Training, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of each batch, `[batches, parameters]`."""
+    """The gradients of all batches, `[batches, parameters]`."""
     for windows in batches[:WARM_UP]:
         gradient(training, windows)
     return torch.stack([gradient(training, windows) for windows in batches])
@@ -78,7 +78,7 @@ def sizes_of(found: torch.Tensor) -> tuple[float, float]:
 
 
 def apart(found: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
-    """How far gradients are from those in fp32."""
+    """The errors of gradients relative to those in fp32."""
     size, size_of_mean = sizes_of(exact)
     error, systematic = sizes_of(found - exact)
     return {
@@ -95,7 +95,7 @@ def validation(training: Training) -> float:
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Name, settings and the kind of GEMM that alone runs in FP8."""
+    """Name, settings, and the only kind of GEMM that runs in FP8 (None: all)."""
     yield "bf16", BF16, None
     for kind in FP8:
         for gemm in (None, *GEMMS):
@@ -103,7 +103,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str | None]]:
 
 
 def look(training: Training, batches: Sequence[torch.Tensor], report: Report) -> None:
-    """A row for each case, from the weights as they are."""
+    """Add a row for each case, computed from the current weights."""
     own: Settings = training.settings
     training.settings = replace(own, precision="fp32")
     exact, loss = gradients(training, batches), validation(training)
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = settings_of(BF16, options.seed, options.size, options.steps, device)
     text = load_text(None)
     training = Training(settings, text)
-    fresh = Batches(text, replace(settings, seed=settings.seed + 1))  # not those of the training
+    fresh = Batches(text, replace(settings, seed=settings.seed + 1))  # new batches
     batches = [fresh.training(i) for i in range(min(options.batches, options.steps))]
     report = Report("fidelity_gemms" + ("" if options.size == "125m" else f"_{options.size}"))
     for i in range(options.looks):

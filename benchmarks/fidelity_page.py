@@ -1,4 +1,4 @@
-"""Puts results of `fidelity.py` and `fidelity_gemms.py` into docs/explanation/fidelity.md.
+"""Writes the results of `fidelity.py` and `fidelity_gemms.py` into docs/explanation/fidelity.md.
 
 python benchmarks/fidelity_page.py
 """
@@ -22,7 +22,7 @@ NAMES = [settings_of(kind, 0, "125m", 1, "cpu").label for kind in KINDS]
 
 
 def differences_table(done: list[dict[str, Any]]) -> str:
-    """A row for each precision, those of `KINDS` in their order."""
+    """A table with a row for each precision, in the order of `KINDS`."""
     cells = []
     for row in sorted(differences(done), key=lambda row: NAMES.index(row["precision"])):
         apart = f"{row['percent']:+.1f} ± {row['interval']:.1f} %"
@@ -32,7 +32,7 @@ def differences_table(done: list[dict[str, Any]]) -> str:
 
 
 def gemms_table(rows: list[dict[str, Any]]) -> str:
-    """A row for the GEMMs that run in FP8, a column for each recipe; means over the looks."""
+    """A table: a row for each choice of FP8 GEMMs, a column for each recipe; means over steps."""
 
     def errors(case: str) -> str:
         found = [row for row in rows if row["case"] == case]
@@ -47,7 +47,7 @@ def gemms_table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(done: list[dict[str, Any]], target: Path) -> None:
-    """The differences of the training loss in the course of the trainings."""
+    """Draw the difference of the training loss from bf16 over the steps."""
     pairs = pairs_of(done)
     names = [name for name in NAMES[1:] if name in pairs]
     size = (2.1 * len(names), 2.4)
@@ -66,7 +66,7 @@ def draw(done: list[dict[str, Any]], target: Path) -> None:
 
 
 def main() -> None:
-    """From the results that are there."""
+    """Write tables and figure from the files of results."""
     done = lines(RESULTS / "fidelity_125m.jsonl")
     put_into(PAGE, "differences", differences_table(done))
     draw(done, FIGURE)

@@ -1,4 +1,4 @@
-"""The GEMMs that the benchmark measures and the tuner tunes: ours and torch's, on the same data."""
+"""The GEMMs that bench_gemm measures and tune_gemm tunes: ours and torch's, on the same data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.scale_layout import SQUARES, block_layout
 
 FP8_TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
-# name, tokens, and (output, input) features of each Linear.
+# Name, tokens, and (output, input) features of each Linear.
 LAYERS = [
     (
         "h4096",
@@ -50,18 +50,18 @@ LAYERS = [
         {"qkv": (3072, 2048), "gate_up": (11008, 2048), "fc2": (2048, 5504)},
     ),
 ]
-# Those of which ranks have tensor and sequence parallel shares.
+# Layers that are also measured under tensor and sequence parallelism.
 SHARED = [layer for layer in LAYERS if layer[0] in ("h4096", "h8192") and "qkv" in layer[2]]
 RANKS = (2, 4)
-# m, n, k of products outside any layer, taken as fprop.
+# m, n, k of GEMMs that belong to no layer; they run as fprop.
 SINGLE = [(8192, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product: D[m, n] = A B^T over k, as `kind` (fprop, dgrad or wgrad).
+    """A GEMM: D[m, n] = A B^T over k, of a kind: fprop, dgrad or wgrad.
 
-    `precision` is "bf16", "fp8" (one scale for a matrix), or "fp8 blocks".
+    `precision` is "bf16", "fp8" (a single scale for a matrix), or "fp8 blocks".
     """
 
     name: str
@@ -86,13 +86,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Calls:
-    """Two ways to the same product; torch may have none."""
+    """Our call and torch's call for the same GEMM; `torch` is None if torch has none."""
 
     ours: Callable[[], torch.Tensor]
     torch: Callable[[], torch.Tensor] | None
 
     def all(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """The ways by name."""
+        """The calls by name."""
         ways = {"ours": self.ours}
         return ways if self.torch is None else ways | {"torch": self.torch}
 
@@ -111,12 +111,12 @@ def cases(precisions: Sequence[str] = ("fp8", "bf16")) -> Iterator[Case]:
 
 
 def shared_cases(precision: str) -> Iterator[Case]:
-    """The products of a rank, each once: the tokens of one rank come, or leave, at a time."""
+    """The different GEMMs of a rank; those next to a collective run on one rank's tokens."""
     seen: set[tuple[bool, int, int, int]] = set()
     for (layer, tokens, linears), ranks in itertools.product(SHARED, RANKS):
         for linear, (outputs, inputs) in linears.items():
             own = tokens // ranks
-            if linear in ("qkv", "fc1"):  # column parallel: gradients of inputs leave at the end
+            if linear in ("qkv", "fc1"):  # column parallel; dgrad has all tokens
                 share, dgrad = outputs // ranks, (tokens, inputs, outputs // ranks)
                 sizes = {"fprop": (own, share, inputs), "wgrad": (share, inputs, tokens)}
             else:
@@ -130,13 +130,13 @@ def shared_cases(precision: str) -> Iterator[Case]:
 
 
 def prepare(case: Case) -> Calls:
-    """Random data, and the calls that multiply it."""
+    """Make random data, and the calls that multiply it."""
     by = {"fp8": _prepare_fp8, "fp8 blocks": _prepare_blocks, "bf16": _prepare_bf16}
     return by[case.precision](case)
 
 
 def _prepare_fp8(case: Case) -> Calls:
-    # Hybrid format: gradients, which are `a` of dgrad and wgrad, are E5M2 and want exact sums.
+    # Hybrid format: gradients, operand `a` of dgrad and wgrad, are E5M2, with precise accumulation.
     a_format = E4M3 if case.kind == "fprop" else E5M2
     fast = case.kind == "fprop"
     scales = torch.tensor([0.5, 2.0], device="cuda")
@@ -156,7 +156,7 @@ def _prepare_fp8(case: Case) -> Calls:
 
 
 def _prepare_blocks(case: Case) -> Calls:
-    # Weights, which are `b` of fprop and dgrad, have square blocks.
+    # Weights, operand `b` of fprop and dgrad, have square blocks.
     dimensions = 1 if case.kind == "wgrad" else 2
     formats = block_layout(1).code(E4M3), block_layout(dimensions).code(E4M3)
     bf16, sizes = torch.bfloat16, ((case.m, case.k), (case.n, case.k))

@@ -1,6 +1,6 @@
-"""The bars of the project, and the best values of other libraries on the same kind of GPU.
+"""The goals of the project, and the best values of other libraries on the same kind of GPU.
 
-A goal covers the rows of one benchmark whose `op` matches its pattern and which carry a `bar`.
+A goal covers the rows of a benchmark that have a `bar` and whose `op` matches the goal's pattern.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the summary table."""
+    """A line of the summary table."""
 
     work: str
     bar: str

@@ -1,4 +1,4 @@
-"""The processes of a benchmark that several GPUs share, one for each.
+"""Runs a benchmark on several GPUs, with a process for each.
 
     from gpu_ranks import Rank, run_on_ranks
 
@@ -7,9 +7,9 @@
     if __name__ == "__main__":
         run_on_ranks("replicas", measure)
 
-`python bench_<what>.py` measures on two GPUs, with `--ranks 4` on four, whose results have a file
-of their own. `--dry-run` runs the same code on processes without GPUs, with tiny sizes and few
-repeats, and writes nothing: what it prints says only that the code runs.
+`python bench_<what>.py` measures on two GPUs, with `--ranks 4` on four, whose results are in a
+separate file. `--dry-run` tests the code in processes without GPUs, with tiny sizes and few
+repeats. It writes nothing, and the times that it prints mean nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from harness import (
     time_wall_each,
 )
 
-ONCE = {"loops": 2, "calls": 1, "warmup": 1}  # of a dry run
+ONCE = {"loops": 2, "calls": 1, "warmup": 1}  # repeats of a dry run
 T = TypeVar("T")
 
 
 class Rank:
-    """What a process measures together with the others.
+    """A rank of a benchmark, which measures together with the others.
 
     Attributes:
-        number: of this rank.
-        count: of all ranks, a power of two.
-        report: of the first rank; None on the others.
-        dry: there are no GPUs, and nothing is measured.
-        groups: of this rank and its neighbours, by the number of their ranks.
-        alone: the group of this rank alone.
+        number: number of this rank.
+        count: number of all ranks, a power of two.
+        report: the report, on the first rank; None on the others.
+        dry: whether this is a dry run, without GPUs.
+        groups: process groups of this rank and its neighbours, by the number of ranks.
+        alone: the process group that has only this rank.
     """
 
     def __init__(self, number: int, name: str, dry: bool) -> None:
@@ -58,7 +58,7 @@ class Rank:
         self._one = torch.zeros(1, device="cpu" if dry else "cuda")
 
     def neighbours(self, backend: str | None = None) -> dict[int, Any]:
-        """New groups that have this rank as a member, by the number of their ranks."""
+        """Make groups of 1, 2, 4, ... ranks; returns those with this rank, by number of ranks."""
         found, ranks = {}, 1
         while ranks <= self.count:
             members = [[*range(i, i + ranks)] for i in range(0, self.count, ranks)]
@@ -68,59 +68,59 @@ class Rank:
         return found
 
     def either(self, real: T, tiny: T) -> T:
-        """What is measured, or what a dry run has instead."""
+        """`real` in a measurement, `tiny` in a dry run."""
         return tiny if self.dry else real
 
     def row(self, **fields: Any) -> None:
-        """One measurement, once."""
+        """Add a row to the report, on the first rank only."""
         if self.report is not None:
             self.report.row(**fields)
 
     def save(self) -> None:
-        """Writes the rows so far, unless they say nothing."""
+        """Write the rows so far, except in a dry run."""
         if self.report is not None and not self.dry:
             self.report.save()
 
     def free(self) -> None:
-        """Gives back the memory of what is gone."""
-        gc.collect()  # wrappers of modules hold themselves
+        """Free the memory of objects that are no longer used."""
+        gc.collect()  # wrappers of modules are reference cycles
         if not self.dry:
             torch.cuda.empty_cache()
 
     def meet(self) -> None:
-        """The GPUs wait for each other; their hosts do not."""
+        """Let the GPUs wait for each other, but not the hosts."""
         dist.all_reduce(self._one)
 
     def slower(self, times: dict[str, Timing]) -> dict[str, Timing]:
-        """Of each contender, the timing of the slower rank."""
+        """For each contender, the timing of the slowest rank."""
         ranks = self.gathered(times)
         return {name: max((r[name] for r in ranks), key=lambda t: t.median_us) for name in times}
 
     def gathered(self, found: T) -> list[T]:
-        """What each rank has found."""
+        """The values of `found` on all ranks."""
         ranks: list[Any] = [None] * self.count
         dist.all_gather_object(ranks, found)
         return ranks
 
     def time_gpu(self, contenders: Mapping[str, Call], **how: Any) -> dict[str, Timing]:
-        """As `time_gpu_each`, of the slower rank."""
+        """`time_gpu_each`, with the timing of the slowest rank."""
         if self.dry:
             return self.time_wall(contenders)
         return self.slower(time_gpu_each(contenders, cold=False, meet=self.meet, **how))
 
     def time_wall(self, contenders: Mapping[str, Call], **how: int) -> dict[str, Timing]:
-        """As `time_wall_each`, of the slower rank."""
+        """`time_wall_each`, with the timing of the slowest rank."""
         return self.slower(time_wall_each(contenders, meet=dist.barrier, **self.either(how, ONCE)))
 
     def time_host(self, contenders: Mapping[str, Call], **how: int) -> dict[str, Timing]:
-        """As `time_host_each`, of the slower rank."""
+        """`time_host_each`, with the timing of the slowest rank."""
         return self.slower(time_host_each(contenders, meet=dist.barrier, **self.either(how, ONCE)))
 
 
 def run_on_ranks(name: str, measure: Callable[[Rank], None]) -> None:
-    """Measures in one process for each GPU, and saves what the first reports.
+    """Run `measure` in a process for each GPU, and save the report of the first rank.
 
-    `measure` is a function of a module, which processes import.
+    `measure` must be a function of a module, because the processes import it.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--ranks", type=int, default=2)

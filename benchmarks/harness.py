@@ -1,4 +1,4 @@
-"""How every benchmark measures: cold caches, medians with their spread, ratios within one run.
+"""How every benchmark measures: cold caches, medians with percentiles, ratios within one run.
 
 A benchmark is a script next to this file:
 
@@ -35,8 +35,8 @@ from transformer_engine.pytorch.cuda_graphs.saved_scaling import capturing_graph
 
 Call = Callable[[], Any]
 
-# Ten times the L2 of a Hopper GPU; writing it takes the GPU more than 100 us, in which the host
-# enqueues the timed call, so that no launch gap is measured.
+# Ten times the L2 of a Hopper GPU. Writing these bytes takes the GPU more than 100 us. Meanwhile,
+# the host enqueues the timed call, so that no launch latency is measured.
 FLUSH_BYTES = 512 * 1024 * 1024
 
 
@@ -57,7 +57,7 @@ class Timing:
 
 
 def require_gpu() -> None:
-    """Ends the script with one clear line where there is nothing to measure."""
+    """End the script with a message if there is no GPU to measure."""
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device here: this benchmark measures a GPU")
 
@@ -72,12 +72,12 @@ def time_gpu_each(
 ) -> dict[str, Timing]:
     """GPU time of one call of each contender, interleaved so that all see the same clocks.
 
-    Each round has an order of its own, the same on all ranks: what always followed the call that
-    takes most power would be measured at lower clocks.
+    Each round has a different random order, the same on all ranks. With a fixed order, a contender
+    that always follows the one with the highest power would be measured at lower clocks.
 
-    Cold: FLUSH_BYTES are written between calls, so that no input is still in L2. The first
+    With `cold`, FLUSH_BYTES are written between calls, so that no input is still in L2. The first
     `warmup` rounds (allocator, autotuning, clocks) are not counted. `meet` is called before each
-    call, untimed: GPUs that work together wait for each other there.
+    call and not timed: GPUs that work together wait for each other there.
     """
     require_gpu()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if cold else None
@@ -109,12 +109,14 @@ def time_gpu(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = Tr
 
 @capturing_graphs()
 def captured(call: Call, stream: torch.cuda.Stream | None = None, warmup: int = 3) -> Call:
-    """The replay of the call as a CUDA graph, announced to transformer_engine.
+    """Capture a call in a CUDA graph, and return the replay.
+
+    `capturing_graphs` lets our attention choose its backend by GPU time only, as for graphs.
 
     Args:
-        call: what is captured.
-        stream: on which it is captured; a new one by default.
-        warmup: calls before: allocations and lazy set-up must be over.
+        call: the call to capture.
+        stream: the stream on which it is captured; a new one by default.
+        warmup: number of calls before, which do allocations and lazy initialisation.
     """
     torch.cuda.synchronize()
     stream = torch.cuda.Stream() if stream is None else stream
@@ -129,13 +131,13 @@ def captured(call: Call, stream: torch.cuda.Stream | None = None, warmup: int = 
 
 
 def time_graph(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = True) -> Timing:
-    """GPU time of one replay of the call captured as a CUDA graph: no host time is in it."""
+    """GPU time of a replay of the call, captured in a CUDA graph, so without host time."""
     require_gpu()
     return time_gpu(captured(call), repeats=repeats, warmup=warmup, cold=cold)
 
 
 def peak_mib(step: Call) -> int:
-    """Memory that a step takes at its peak, over what is there between steps."""
+    """Peak memory of a step in MiB, beyond what is allocated between steps."""
     step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -153,11 +155,11 @@ def time_host_each(
     warmup: int = 20,
     meet: Call | None = None,
 ) -> dict[str, Timing]:
-    """Host time of one call of each contender: use tiny shapes, so that the GPU never holds it up.
+    """Host time of one call of each contender; shapes must be tiny, so the host never waits.
 
-    A loop times `calls` calls in a row after a synchronisation, short enough not to fill the
-    launch queue. Contenders take turns loop by loop; the garbage collector is off. `meet` is called
-    before each loop, untimed.
+    A loop times `calls` consecutive calls after a synchronisation, too few to fill the launch
+    queue. Contenders take turns loop by loop; the garbage collector is off. `meet` is called before
+    each loop and not timed.
     """
     return _time_loops(contenders, loops, calls, warmup, meet, waits=False)
 
@@ -172,7 +174,7 @@ def time_wall_each(
 ) -> dict[str, Timing]:
     """Time of one call of each contender, host and GPU, as a training loop sees it.
 
-    Loops are those of `time_host_each`, but each waits for the GPU at its end.
+    As `time_host_each`, but each loop waits for the GPU at its end.
     """
     return _time_loops(contenders, loops, calls, warmup, meet, waits=True)
 
@@ -222,7 +224,7 @@ def copy_us(nbytes: int) -> float:
 
 
 def of_copy(timing: Timing, nbytes: int) -> dict[str, float]:
-    """Row fields of a memory-bound kernel; `nbytes` = what must move once, reads and writes."""
+    """Row fields of a memory-bound kernel that must read and write `nbytes` in total."""
     copy = copy_us(nbytes)
     return {
         "us": round(timing.median_us, 2),
@@ -235,7 +237,7 @@ def of_copy(timing: Timing, nbytes: int) -> dict[str, float]:
 
 
 def over(timing: Timing, yardstick_us: float) -> dict[str, float]:
-    """Row fields of a step: milliseconds, and the ratio to what it is measured by."""
+    """Row fields of a step: milliseconds, and the ratio to `yardstick_us`."""
     return {
         "ms": round(timing.median_us / 1e3, 4),
         "ratio": round(timing.median_us / yardstick_us, 3),
@@ -245,7 +247,7 @@ def over(timing: Timing, yardstick_us: float) -> dict[str, float]:
 
 
 def _commit() -> str:
-    if commit := os.environ.get("TE_BENCH_COMMIT"):  # of a copy whose .git is not the checkout's
+    if commit := os.environ.get("TE_BENCH_COMMIT"):  # of a tree without its .git
         return commit
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     folder = Path(__file__).parent
@@ -254,7 +256,7 @@ def _commit() -> str:
 
 
 class Report:
-    """Rows of one benchmark: printed as they come, saved as JSON with where they were measured.
+    """Rows of a benchmark, printed at once, and saved as JSON with GPU, versions and commit.
 
     Fields that `report.py` understands: `op`, `case`, `ratio` and `bar` (met when ratio >= bar,
     or ratio <= bar with `better="lower"`). All others are kept as they are.
@@ -267,7 +269,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
 
     def row(self, **fields: Any) -> None:
-        """Keeps and prints one measurement."""
+        """Add a measurement, and print it."""
         self.rows.append(fields)
         print("  ".join(f"{name}={value}" for name, value in fields.items()), flush=True)
 

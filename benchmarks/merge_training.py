@@ -1,10 +1,11 @@
-"""Adds what a new run of bench_training has measured to the results of earlier ones.
+"""Merges the results of a new run of bench_training into the results of earlier runs.
 
-    merge_training.py FOLDER      which has training_*.json of the new run
+    merge_training.py FOLDER      the folder with training_*.json of the new run
 
-A row of the new run takes the place of an earlier one. All others stay, with the commit that they
-were measured at. Every ratio is over the yardstick that is in the table now. Bars are judged by
-rows of the new run, and those of other libraries; a judgement of rows that it has none of stays.
+A row of the new run replaces the earlier one. All other rows stay, with the commit at which they
+were measured. Ratios are computed again, relative to the yardstick of the merged table. Rows that
+compare with other libraries are computed from our rows of the new run and all rows of others;
+comparisons for which the new run has no rows stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Document = dict[str, Any]
 
 
 def merged(name: str, old: Document, new: Document) -> Document:
-    """The results of a file of this name, from an earlier run and a new one."""
+    """The merged results of an earlier run and a new one; `name` is that of the file."""
     _, model, *largest = name.split("_")
     measured, earlier = ({row["case"]: row for row in _measured(run)} for run in (new, old))
     rows = [
@@ -35,7 +36,7 @@ def merged(name: str, old: Document, new: Document) -> Document:
     by_case = {str(row): row for row in ROWS}
     known = [row for row in rows if row["case"] in by_case]
     judged = [row for row in known if "commit" not in row or not row["case"].startswith("ours")]
-    report = Report(name)  # prints the judgements; it is not saved
+    report = Report(name)  # only prints the comparisons; it is not saved
     found = {by_case[row["case"]]: row for row in judged}
     judge(report, model, ARCHITECTURES[model], found, bool(largest))
     again = {row["op"] for row in report.rows}
@@ -45,12 +46,12 @@ def merged(name: str, old: Document, new: Document) -> Document:
 
 
 def _measured(document: Document) -> list[dict[str, Any]]:
-    """The rows that are no judgements."""
+    """The measured rows, without comparisons."""
     return [row for row in document["rows"] if "tokens_per_s" in row]
 
 
 def main(folders: Sequence[str]) -> None:
-    """Merge each file of the folders into the one of its name."""
+    """Merge each file of the folders into the file of the same name in results/."""
     for path in sorted(path for folder in folders for path in Path(folder).glob("training_*.json")):
         if path.stem.split("_")[1] not in ARCHITECTURES:  # of bench_training_ranks
             continue

@@ -1,4 +1,4 @@
-"""What pages take from results: text between marks, and figures for light and dark pages."""
+"""Writes results into pages: text between marks, and figures for light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_GRAY = "#808080"  # seen on light pages and on dark ones
+_GRAY = "#808080"  # visible on light and dark pages
 _PARTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 
 
 def put_into(page: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- name -->` and `<!-- end of name -->`."""
+    """Replace the text between `<!-- name -->` and `<!-- end of name -->`."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, rest = page.read_text().split(begin)
     page.write_text(f"{before}{begin}\n{text}\n\n{end}{rest.split(end)[1]}")
@@ -20,7 +20,7 @@ def put_into(page: Path, name: str, text: str) -> None:
 
 @contextmanager
 def figure(target: Path, *grid: int, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """`pyplot.subplots`, which is written to an SVG file behind it."""
+    """`pyplot.subplots` as a context manager, which writes the figure to an SVG file at its end."""
     import matplotlib  # noqa: PLC0415  tables need no matplotlib
 
     matplotlib.use("svg")

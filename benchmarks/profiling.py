@@ -1,4 +1,4 @@
-"""What a GPU does in a call: its kernels, how long each takes, and when none runs."""
+"""Profiles a call: the time of each kernel, and the time in which no kernel runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Profile:
-    """Kernels, copies and clears of a call.
+    """The kernels, copies and memsets of a call.
 
     Attributes:
-        busy: share of the time between the first and the last in which any ran.
-        times: microseconds by which each lengthens a call, by name: what ran beside the one before
-            does not count, nor does a kernel that waits for that one to end.
+        busy: share of the time, from the begin of the first to the end of the last of them, in
+            which at least one ran.
+        times: by name, the microseconds by which each lengthens a call. Time in which an earlier
+            kernel still runs does not count, also if a kernel waits for the earlier one.
     """
 
     busy: float
@@ -26,7 +27,7 @@ class Profile:
 
 
 def profile_calls(call: Callable[[], Any], calls: int = 10) -> Profile:
-    """Profile of so many calls in a row, after three that are not counted."""
+    """Profile `calls` consecutive calls, after three warm-up calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Makes benchmarks/README.md, its charts and a table of README.md from benchmarks/results/*.json.
+"""Makes benchmarks/README.md, charts, and tables of README.md from benchmarks/results/*.json.
 
-`python benchmarks/report.py` after the benchmarks have run; `python benchmarks` does both.
+Run `python benchmarks/report.py` after the benchmarks; `python benchmarks` runs both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Document = dict[str, Any]
 
 
 def load(folder: Path) -> dict[str, Document]:
-    """Results by name of the benchmark."""
+    """The results in a folder, by the name of the benchmark."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
@@ -47,7 +47,7 @@ def is_met(row: Row) -> bool:
 
 
 def rows_of(goal: Goal, documents: dict[str, Document]) -> list[Row]:
-    """The rows by which a goal is judged."""
+    """The rows that a goal covers."""
     return [
         row
         for name, document in documents.items()
@@ -57,7 +57,7 @@ def rows_of(goal: Goal, documents: dict[str, Document]) -> list[Row]:
 
 
 def measured(rows: list[Row]) -> str:
-    """`0.87 - 0.93, 3 of 4 met`."""
+    """The range of ratios and how many rows meet the bar, like `0.87 - 0.93, 3 of 4 met`."""
     if not rows:
         return "not measured"
     ratios = sorted(row["ratio"] for row in rows)
@@ -92,7 +92,7 @@ def verdict(row: Row) -> str:
 
 
 def details(name: str, document: Document) -> str:
-    """One benchmark: every row, its common columns first."""
+    """The section of a benchmark, with a table of all rows."""
     rows = document["rows"]
     hidden = {"bar", "better", "p10_us", "p90_us", "copy_us"}
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
@@ -111,7 +111,7 @@ def judged(documents: dict[str, Document]) -> Iterator[tuple[str, Row]]:
 
 
 def draw(documents: dict[str, Document], target: Path) -> bool:
-    """Fractions of copy bandwidth with their bars; False where there is nothing to draw."""
+    """Draw fractions of copy bandwidth and the bars; False if there is nothing to draw."""
     chart = list(judged(documents))
     if not chart:
         return False
@@ -144,7 +144,7 @@ def render(documents: dict[str, Document], has_chart: bool) -> str:
 
 
 def main() -> None:
-    """Renders the results that are there."""
+    """Render all files of results."""
     documents = load(HERE / "results")
     has_chart = draw(documents, HERE / "chart.svg")
     (HERE / "README.md").write_text(render(documents, has_chart))

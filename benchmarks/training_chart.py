@@ -1,4 +1,4 @@
-"""What `README.md` shows of complete trainings: two tables, and a chart of tokens a second."""
+"""What `README.md` shows of complete trainings: two tables, and a chart of tokens per second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = {
 
 
 def trainings(documents: dict[str, Document], kind: str = "training ") -> dict[str, dict[str, Any]]:
-    """The rows that are shown by model and case, of models that have them all; small ones first."""
+    """The rows of `SHOWN`, by model and case, of models that have all of them, fastest first."""
     found = {}
     for name, document in documents.items():
         if name.startswith("training_"):
@@ -33,12 +33,12 @@ def trainings(documents: dict[str, Document], kind: str = "training ") -> dict[s
 
 
 def training_table(documents: dict[str, Document]) -> list[list[str]]:
-    """Thousands of tokens a second, how many times those of torch.compile, and peak memory."""
+    """A table: thousands of tokens per second, ratio to torch.compile, and peak memory."""
     return _table(trainings(documents), "thousand tokens a second", "{gib:.1f} GiB")
 
 
 def largest_table(documents: dict[str, Document]) -> list[list[str]]:
-    """The same with the largest batch, and how many sequences that is."""
+    """The same table with the largest batch, and its number of sequences instead of memory."""
     found = trainings(documents, "largest batch of ")
     return _table(found, "with the largest batch in 80 GiB", "{batch} sequences")
 
@@ -59,7 +59,7 @@ def _table(found: dict[str, dict[str, Any]], title: str, size: str) -> list[list
 
 
 def draw_trainings(documents: dict[str, Document], target: Path) -> None:
-    """A bar for each row and model: tokens a second over those of torch.compile."""
+    """Draw a bar for each row and model: tokens per second relative to torch.compile."""
     found, width = trainings(documents), 0.8 / len(SHOWN)
     with figure(target, figsize=(7, 2.8)) as (whole, axes):
         for number, (case, (name, color)) in enumerate(SHOWN.items()):

@@ -1,4 +1,4 @@
-"""What the time of a training step goes to: kinds of kernels, by their names."""
+"""Divides the time of a training step among kinds of kernels, by the names of kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 from profiling import Profile
 
-# The first that matches counts.
+# The first pattern that matches counts.
 KINDS = {
     "fused by torch.compile": r"^triton_",
     "attention": r"cudnn_generated|cudnn::fusion|flash|fmha",
@@ -29,7 +29,7 @@ SHOWN = 3
 
 
 def kind_of(kernel: str) -> str:
-    """Of one kernel."""
+    """The kind of a kernel."""
     for kind, pattern in KINDS.items():
         if re.search(pattern, kernel):
             return kind
@@ -46,6 +46,6 @@ def costs(profile: Profile) -> dict[str, float]:
 
 
 def largest_costs(profile: Profile) -> str:
-    """The three largest in words."""
+    """The three largest shares as a text."""
     shares = list(costs(profile).items())[:SHOWN]
     return ", ".join(f"{kind} {share:.0%}" for kind, share in shares)

@@ -1,4 +1,4 @@
-"""The language models of bench_training, in plain torch and of ours; each returns its loss."""
+"""The language models of bench_training, in plain torch and with our layers; they return a loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import nn
 import transformer_engine.pytorch as te
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-DEVIATION = 0.02  # of initial weights
+DEVIATION = 0.02  # standard deviation of initial weights
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a model: a GPT, or with `groups` of keys and values a model in Llama's style.
+    """Sizes of a model: a GPT or, with `groups` of keys and values, a Llama-like model.
 
-    A GPT has learned positions, LayerNorm, GELU, biases, and one weight for embedding and head;
-    the other has rotary positions, RMSNorm, SwiGLU, no biases, and a head of its own.
+    A GPT has learned positions, LayerNorm, GELU, biases, and a shared weight for embedding and
+    head. A Llama-like model has rotary positions, RMSNorm, SwiGLU, no biases, and an own head.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Architecture:
 
     @property
     def flops_of_a_token(self) -> float:
-        """Of a training step, as papers count them: no recompute, and half of a causal attention.
+        """FLOPs of a training step per token, without recompute, and with causal attention as half.
 
-        Six for each weight that multiplies a token: two forward, four backward. Scores and their
-        products with values: each is 2 * hidden for each of sequence / 2 keys, forward; in all
-        three times that.
+        Each weight of a GEMM counts six per token: two in the forward, four in the backward. In the
+        forward, scores and their products with values each count 2 * hidden for each of
+        sequence / 2 keys; forward and backward together count three times that.
         """
         queries_keys_values = self.hidden + 2 * self.head_size * (self.groups or self.heads)
         matrices = 2 if self.groups is None else 3
@@ -70,11 +70,11 @@ class Model(nn.Module):
     """Embeddings, layers, norm, head and cross entropy.
 
     Args:
-        sizes: of the model.
-        layers: called with the hidden states and `each`.
-        norm: behind the last layer.
-        loss: mean loss of hidden states, the head's weight and targets.
-        each: what every layer takes beside.
+        sizes: the sizes of the model.
+        layers: the layers, which are called with the hidden states and `each`.
+        norm: the norm after the last layer.
+        loss: function of hidden states, head weight and targets that returns the mean loss.
+        each: further keyword arguments of every layer.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Model(nn.Module):
         return [] if self.position is None else [self.position.weight]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of each of `tokens` behind the first, `[batch, sequence + 1]`."""
+        """Mean cross entropy of all `tokens` but the first, `[batch, sequence + 1]`."""
         x = self.embed(tokens[:, :-1])
         for layer in self.layers:
             x = layer(x, **self.each)
         return self.loss(self.norm(x), self.head, tokens[:, 1:])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the first layer takes."""
+        """The input of the first layer."""
         x: torch.Tensor = self.token(tokens)
         return x if self.position is None else x + self.position.weight
 
@@ -118,10 +118,10 @@ class Model(nn.Module):
 def our_model(
     sizes: Architecture, fp8_head: bool, kind: type[Model] = Model, **arguments: Any
 ) -> Model:
-    """Made of this package's modules; `arguments` are those of layers."""
+    """A model made of this package's modules; `arguments` are arguments of the layers."""
     gpt = sizes.groups is None
     style: dict[str, Any] = {}
-    if not gpt:  # projections as the plain model has them: queries, then keys, then values
+    if not gpt:  # as in the plain model: all queries, then keys, then values
         style = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
         style["qkv_weight_interleaved"] = False
     layers: list[nn.Module] = [
@@ -149,7 +149,7 @@ def our_model(
 
 
 def _residual_deviation(sizes: Architecture) -> float:
-    """GPT-2's rule: what adds to the residual stream starts smaller, the more layers add to it."""
+    """GPT-2's rule for weights whose results are added to the residual stream."""
     return DEVIATION / math.sqrt(2 * sizes.layers)
 
 
@@ -157,19 +157,19 @@ def _residual_deviation(sizes: Architecture) -> float:
 
 
 def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """As one writes it: logits of all tokens, then their cross entropy in fp32."""
+    """Loss in plain torch: logits of all tokens, then cross entropy in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1).float(), target.flatten())
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pairs (i, i + size / 2) of the last axis."""
+    """Rotate pairs (i, i + size / 2) of the last axis."""
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
 
 
 class PlainLlamaLayer(nn.Module):
-    """What one writes by hand: `[batch, sequence, hidden]`, pre-norm, causal."""
+    """A Llama layer in plain torch: `[batch, sequence, hidden]`, pre-norm, causal."""
 
     def __init__(self, sizes: Architecture) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class PlainLlamaLayer(nn.Module):
 
 
 def plain_model(sizes: Architecture) -> Model:
-    """Made of torch's modules."""
+    """A model made of torch's modules."""
     if sizes.groups is None:
         size = Size(sizes.hidden, sizes.ffn, sizes.heads, sizes.sequence, 0)
         layers: list[nn.Module] = [PlainLayer(size) for _ in range(sizes.layers)]

@@ -1,4 +1,4 @@
-"""Complete training steps: what one row of bench_training does, whatever library it uses."""
+"""Complete training steps of the rows of bench_training, with each library."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from training_models import Architecture, Model, our_model, plain_model
 import transformer_engine.pytorch as te
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1
-LARGEST_NORM = 1.0  # of all gradients together
-BATCHES = 8  # in memory; training goes through them again and again
-WORDS = 1024  # that occur in the data
-BEFORE_CAPTURE = 11  # steps, as DistributedDataParallel needs
+LARGEST_NORM = 1.0  # to which the norm of all gradients is clipped
+BATCHES = 8  # batches in memory, which are used in turn
+WORDS = 1024  # different tokens in the data
+BEFORE_CAPTURE = 11  # warm-up steps that DistributedDataParallel needs
 ON_GPU = DEVICE == "cuda"
 FP8_ATTENTION = replace(RECIPES["fp8 delayed"], fp8_dpa=True)
 FASTEST_ATTENTION = [
@@ -35,12 +35,12 @@ FASTEST_ATTENTION = [
 
 @dataclass(frozen=True)
 class Row:
-    """What a row of the table trains with.
+    """The library and options of a row of the table.
 
     Attributes:
         library: `ours`, `torch` or `torchao`.
-        precision: of our layers, a key of `contenders.RECIPES`.
-        fp8_weights: the model keeps its weights in FP8 alone.
+        precision: precision of our layers, a key of `contenders.RECIPES`.
+        fp8_weights: the model keeps its weights only in FP8.
         fp8_head: the projection to the vocabulary is in FP8, too.
         fp8_attention: attention is in FP8, too, with delayed scaling.
         compiled: forward and backward go through `torch.compile`, in its default mode.
@@ -64,12 +64,12 @@ class Row:
 
     @property
     def missing(self) -> str | None:
-        """The package that this row needs and that is not installed."""
+        """The package that this row needs and that is not installed; None if there is none."""
         return "torchao" if self.library == "torchao" and find_spec("torchao") is None else None
 
 
 def build(row: Row, sizes: Architecture, **options: Any) -> Model:
-    """The model of a row, with random weights; `options` are those of `our_model`."""
+    """The model of a row, with random weights; `options` are arguments of `our_model`."""
     torch.manual_seed(0)
     if row.library == "ours":
         recipe = RECIPES[row.precision]
@@ -82,7 +82,7 @@ def build(row: Row, sizes: Architecture, **options: Any) -> Model:
 
 
 def scope(row: Row, group: Any = None) -> AbstractContextManager[Any]:
-    """What a forward runs in: our precision, or the attention that torch is fastest with."""
+    """The context of a forward: `fp8_autocast`, or for torch its fastest attention backends."""
     if row.fp8_attention:
         return te.fp8_autocast(enabled=True, fp8_recipe=FP8_ATTENTION, fp8_group=group)
     if row.library == "ours":
@@ -91,39 +91,39 @@ def scope(row: Row, group: Any = None) -> AbstractContextManager[Any]:
 
 
 class OneGpu:
-    """How a training runs on a GPU of its own; ways to share it among ranks override this.
+    """Training on a single GPU; classes for training on several ranks override the methods.
 
     Args:
-        group: of ranks that have their FP8 scales together; None is all.
+        group: the ranks that reduce amaxes together; None is all.
     """
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
 
     def build(self, row: Row, sizes: Architecture) -> Model:
-        """The model, or this rank's part of it."""
+        """Make the model, or this rank's part of it."""
         return build(row, sizes)
 
     def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What is called in place of the model."""
+        """Wrap the model; returns the module to call."""
         return model
 
     def own(self, data: torch.Tensor) -> torch.Tensor:
-        """The sequences that this rank trains on, of those of all ranks."""
+        """Select the sequences of this rank from those of all ranks."""
         return data
 
     def finish(self, model: Model) -> None:
-        """Sum what gradients of a backward still lack."""
+        """Complete the gradients after a backward, if they must be summed over ranks."""
 
     def clip_factor(self, weights: list[nn.Parameter]) -> torch.Tensor:
-        """What clips the gradients of all weights together."""
+        """The factor that clips the norm of all gradients."""
         return te.optimizers.clip_factor(weights, LARGEST_NORM)[1]
 
 
 class TorchAdam:
-    """AdamW of torch on fp32 copies of the weights, which take what becomes of them, rounded.
+    """AdamW of torch on fp32 master weights, which are rounded into the weights after each step.
 
-    The norm of the gradients stays on the device, and so does its factor: the host waits nowhere.
+    The norm of the gradients and the clip factor stay on the device, so the host never waits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,7 +138,7 @@ class TorchAdam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip, step, round. Gradients are gone afterwards."""
+        """Clip, step and round; gradients are then None."""
         nn.utils.clip_grad_norm_(self.weights, LARGEST_NORM)
         gradients = [torch.empty_like(master) for master in self.masters]
         torch._foreach_copy_(gradients, [weight.grad for weight in self.weights])
@@ -154,7 +154,7 @@ class TorchAdam:
 
 
 class OurAdam:
-    """The same in one pass."""
+    """Our FusedAdam with fp32 master weights, which clips, steps and rounds in one pass."""
 
     def __init__(self, model: nn.Module, way: OneGpu) -> None:
         self.weights, self.way = list(model.parameters()), way
@@ -167,14 +167,14 @@ class OurAdam:
         )
 
     def step(self) -> None:
-        """Clip, step, round. Gradients are gone afterwards."""
+        """Clip, step and round; gradients are then None."""
         self.optimizer.step(grad_factor=self.way.clip_factor(self.weights))
         for weight in self.weights:
             weight.grad = None
 
 
 def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms do not."""
+    """Parameter groups: weight decay for matrices, none for biases and norms."""
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -182,7 +182,7 @@ def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def _initial(weight: Any) -> torch.Tensor:
-    """In fp32, before it was rounded to FP8 if it was."""
+    """The initial value in fp32; for FP8 weights, the value before rounding."""
     if not isinstance(weight, te.QuantizedTensor):
         return weight.detach().float()
     start = weight.get_high_precision_init_val()
@@ -191,9 +191,9 @@ def _initial(weight: Any) -> torch.Tensor:
 
 
 def batches(sizes: Architecture, batch: int) -> torch.Tensor:
-    """Sentences in which nine of ten words follow from the word before, `[BATCHES, batch, s + 1]`.
+    """Sequences in which 90 % of tokens follow from the one before, `[BATCHES, batch, s + 1]`.
 
-    So there is something to learn, and the same for all rows.
+    So a model can learn something. The data is the same for all rows.
     """
     generator = torch.Generator().manual_seed(1)
     words, count, length = min(WORDS, sizes.vocabulary), BATCHES * batch, sizes.sequence + 1
@@ -206,16 +206,18 @@ def batches(sizes: Architecture, batch: int) -> torch.Tensor:
 
 
 class Training:
-    """A model on its way; `step` is what is measured.
+    """A model that is trained; `step` is what is measured.
 
     Args:
-        batch: sequences of a step, those of all ranks.
-        torch_adam: torch's optimizer for our model, too.
-        way: how ranks share the training.
+        row: library and options.
+        sizes: sizes of the model.
+        batch: sequences in a step, of all ranks together.
+        torch_adam: whether to use torch's optimizer for our model, too.
+        way: how ranks share the training; a single GPU by default.
 
     Attributes:
-        done: steps after the first ones.
-        peak: bytes, of the steps that `start` has run.
+        done: steps after those of `start`.
+        peak: peak memory in bytes of the steps that `start` has run.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class Training:
     ) -> None:
         self.row, self.done, self.peak = row, 0, 0
         self.way = way or OneGpu()
-        # Nodes of autograd's graph that a wrapper keeps run on the stream on which they were made.
+        # Autograd nodes that a wrapper keeps run on the stream on which they were made.
         self.stream = torch.cuda.Stream() if row.in_graphs and ON_GPU else None
         with self._on_stream():
             self.model = self.way.build(row, sizes)
@@ -236,7 +238,7 @@ class Training:
             ours = row.library == "ours" and not torch_adam
             self.optimizer = OurAdam(self.model, self.way) if ours else TorchAdam(self.model)
         self.data = self.way.own(batches(sizes, batch))
-        self.tokens = self.data[0].clone()  # where a graph reads them
+        self.tokens = self.data[0].clone()  # the input of a graph, at a fixed address
         self.loss = torch.zeros((), device=DEVICE)
         self.run: Callable[[], Any] = self._step
 
@@ -252,17 +254,17 @@ class Training:
         self.loss.copy_(loss.detach())
 
     def start(self) -> None:
-        """Compile, capture, and take the first steps, all on one batch."""
+        """Compile, capture, and run the first steps, all on one batch."""
         if ON_GPU:
             torch.cuda.synchronize()
         with self._on_stream():
-            # Without a compiler, which finds the scales that this makes. It would take more memory
-            # than what is compiled.
+            # The first step is eager, because compiled code needs the FP8 scales that this step
+            # creates. It has one sequence, because eager steps need more memory than compiled ones.
             self._step(sequences=1 if self.row.compiled else None)
             if self.row.compiled:
                 backend = "inductor" if ON_GPU else "aot_eager"
                 self.call = torch.compile(self.model, backend=backend, dynamic=False)
-            self._step()  # what a compiler allocates is no part of a step
+            self._step()  # memory of the compiler must not count
         if ON_GPU:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -283,7 +285,7 @@ class Training:
         self.done += 1
 
     def mean_loss(self) -> float:
-        """Of another round through the batches."""
+        """The mean loss of further steps, one on each batch."""
         losses = []
         for _ in range(BATCHES):
             self.step()

@@ -1,4 +1,4 @@
-"""How two ranks share a training of bench_training_ranks."""
+"""The ways in which ranks share a training of bench_training_ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import transformer_engine.pytorch as te
 
 
 def own_part(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Of as many equal parts as there are ranks."""
+    """This rank's part of `x`, which is divided along `dim` into equal parts for all ranks."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
 class Replicas(OneGpu):
-    """Each rank has the model, and sequences of its own (DDP)."""
+    """Each rank has the whole model and its own sequences (DDP)."""
 
     def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -34,7 +34,7 @@ class Replicas(OneGpu):
 
 
 class Shards(Replicas):
-    """Each rank has a part of every weight, and sequences of its own (FSDP2)."""
+    """Each rank has a shard of every weight and its own sequences (FSDP2)."""
 
     def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
         mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
@@ -44,7 +44,7 @@ class Shards(Replicas):
 
 
 class SharedLayers(OneGpu):
-    """Ranks share layers, words and, between layers, tokens of the same sequences (TP + SP)."""
+    """Ranks shard layers, the vocabulary and, between layers, tokens (TP + SP)."""
 
     def build(self, row: Row, sizes: Architecture) -> Model:
         options = {"attn_input_format": "sbhd", "ub_tp_comm_overlap": True}
@@ -64,10 +64,10 @@ class SharedLayers(OneGpu):
 
 
 class SharedModel(Model):
-    """A model of ours behind `te.parallelize`: `[sequence, batch, hidden]`, cut along sequences."""
+    """Our model after `te.parallelize`: `[sequence, batch, hidden]`, sharded along the sequence."""
 
     def share_words(self) -> None:
-        """Go on with this rank's part of the vocabulary."""
+        """Shard embedding and head over the vocabulary."""
         tied = self.head is self.token.weight
         self.token.weight = self._part(self.token.weight)
         self.head = self.token.weight if tied else self._part(self.head)
@@ -81,7 +81,7 @@ class SharedModel(Model):
         return part
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Those of this rank's tokens: each rank looks up its words of all."""
+        """Embed this rank's tokens; each rank looks up its part of the vocabulary for all."""
         rank, words = dist.get_rank(), self.token.weight.shape[0]
         tokens = tokens.t() - rank * words
         other = (tokens < 0) | (tokens >= words)
@@ -93,11 +93,11 @@ class SharedModel(Model):
 
     @staticmethod
     def _loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Of all tokens, by the words of all ranks."""
+        """The loss of all tokens, with a head that is sharded over the vocabulary."""
         group = dist.group.WORLD
         gathered = te.distributed.gather_along_first_dim(hidden.detach(), group)[0]
         parts = [*gathered.chunk(dist.get_world_size())]
-        parts[dist.get_rank()] = hidden  # whose gradient is whole: ranks have summed it
+        parts[dist.get_rank()] = hidden  # the loss sums its gradient over ranks
         return te.linear_cross_entropy(
             torch.cat(parts), weight, target.t(), dist_process_group=group
         )

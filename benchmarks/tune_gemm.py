@@ -1,17 +1,17 @@
-"""Finds faster algorithms than cuBLASLt's first guess and writes csrc/cuda/policy/gemm_table.inc.
+"""Searches cuBLASLt algorithms for GEMMs, and writes csrc/cuda/policy/gemm_table.inc.
 
     PYTHONPATH=. python benchmarks/tune_gemm.py [--out FILE] [--seconds PER_PRODUCT]
         [--precision bf16 | fp8 | "fp8 blocks"]... [--layer h768 | TP2]...
 
-For each product of gemm_cases.py: time the heuristic's guesses, then climb from the best through
-its neighbours until the time is up, then let the finalists run against the first guess in turns.
-A row is written where the winner takes at most `KEEP` of the first guess's time and computes the
-same. Where it takes more, FP8 products of the forward pass have a row without an algorithm: without
-one they would take that of the nearest row (csrc/cuda/policy/gemm_table.h). Nothing of this happens
-in training: the table is data, compiled in.
+For each GEMM of gemm_cases.py, the search times the algorithms of cuBLASLt's heuristic, then climbs
+from the best one through similar algorithms until the time is up. The fastest correct algorithms
+are then timed in turns with the first guess of the heuristic. If the winner takes at most `KEEP` of
+the time of the first guess, it gets a row in the table. If not, FP8 GEMMs of the forward get a row
+without an algorithm, because they would otherwise use the algorithm of the nearest row
+(csrc/cuda/policy/gemm_table.h). Nothing is tuned in training: the table is compiled in.
 
-Products are timed in CUDA graphs, one behind the other, as they run in a model: an algorithm with
-more tiles than multiprocessors clears a counter first, which costs 4 us with the gaps around it.
+GEMMs are timed in CUDA graphs, one after the other, as they run in a model: an algorithm with more
+tiles than multiprocessors first clears a counter, which costs 4 us including the gaps around it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformer_engine import _C
 TABLE = Path(__file__).parent.parent / "csrc/cuda/policy/gemm_table.inc"
 GUESSES = 24
 FINALISTS = 4
-CALLS = 10  # in a graph
+CALLS = 10  # calls in a CUDA graph
 KEEP = 0.99
 
 Algorithm = tuple[int, ...]
@@ -42,7 +42,7 @@ Algorithm = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for one product; `algorithm` is None where the first guess stays."""
+    """The result for a GEMM; `algorithm` is None if the first guess stays."""
 
     problem: str
     algorithm: Algorithm | None
@@ -53,7 +53,7 @@ class Tuned:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it has fast accumulation, as the row of its problem says."""
+        """Whether the problem has fast accumulation, which only FP8 GEMMs of the forward have."""
         return self.problem.split(", ")[8].startswith("true")
 
     @property
@@ -65,9 +65,9 @@ class Tuned:
 
 
 def tune(case: Case, seconds: float) -> Tuned:
-    """Search, then use the winner in this process."""
+    """Search the best algorithm, and use it for this GEMM in the rest of this process."""
     calls = prepare(case)
-    calls.ours()  # makes the plan that all functions of `_C` below speak of
+    calls.ours()  # makes the plan to which the functions of `_C` below refer
     problem = _C.gemm_problem()
     _C.gemm_use_guess()
     reference = calls.ours()
@@ -87,7 +87,7 @@ def tune(case: Case, seconds: float) -> Tuned:
 
 
 def _search(calls: Calls, deadline: float) -> dict[Algorithm, float]:
-    """Microseconds of every algorithm tried, from warm caches."""
+    """Microseconds of every algorithm that was tried, with warm caches."""
     times: dict[Algorithm, float] = {}
 
     def try_all(algorithms: list[Algorithm]) -> None:
@@ -109,7 +109,7 @@ def _search(calls: Calls, deadline: float) -> dict[Algorithm, float]:
 
 
 def _repeated(call: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a graph of several calls."""
+    """The replay of a CUDA graph of several calls."""
 
     def several() -> None:
         for _ in range(CALLS):
@@ -130,14 +130,14 @@ def _quick_us(call: Callable[[], object]) -> float:
 
 
 def _agrees(calls: Calls, algorithm: Algorithm, reference: torch.Tensor) -> bool:
-    """Another order of summation, not another result."""
+    """Whether the result differs from the reference only by rounding."""
     _C.gemm_use(algorithm)
     difference = (calls.ours().float() - reference.float()).abs().max()
     return bool(difference <= 2**-6 * reference.float().abs().max())
 
 
 def _final(calls: Calls, finalists: list[Algorithm]) -> dict[Algorithm | str, float]:
-    """Median microseconds in turns."""
+    """Median microseconds of the finalists, the first guess and torch, timed in turns."""
     contenders: dict[Any, Callable[[], None]] = {}
     if calls.torch is not None:
         contenders["torch"] = _repeated(calls.torch)
@@ -151,7 +151,7 @@ def _final(calls: Calls, finalists: list[Algorithm]) -> dict[Algorithm | str, fl
 
 
 def write_table(path: Path, found: list[Tuned]) -> None:
-    """Rows for the products whose winner beat the first guess; those of other products stay."""
+    """Write the rows of the tuned GEMMs; rows of other GEMMs stay."""
     lines = TABLE.read_text().splitlines()
     head = [line for line in lines if line.startswith("//")]
     tuned = tuple(f"{{{t.problem}, " for t in found)
@@ -165,7 +165,7 @@ def write_table(path: Path, found: list[Tuned]) -> None:
 
 
 def tune_all(chosen: Sequence[Case], seconds: float, out: Path) -> list[Tuned]:
-    """Tunes the cases, reports each, and writes the table."""
+    """Tune the cases, report each, and write the table."""
     report = Report("gemm_tuning")
     found = []
     for case in chosen:
