@@ -220,7 +220,7 @@ def _read_rank(run: Run, rank: int, file: Path) -> None:
 
 
 def _go_back(series: Series, all_series: Iterable[Series]) -> None:
-    """Removes records that the last record of a series replaces: its step is not a new one.
+    """Removes the records that the last one replaces, whose step is not larger than the one before.
 
     If the step is smaller than the one before, a run was resumed from a checkpoint. Then all
     records of later steps belong to the abandoned run. They are removed from all series of tensors

@@ -3,7 +3,7 @@
 Two models take the same steps. One runs with recordings, and with all statistics of the debugger in
 every tenth step; the other one runs with neither. Their losses and parameters must stay bitwise
 equal. Memory and step time of the first model must not grow: the last fifth of the time is compared
-with an early fifth, which begins when every shape has occurred.
+with the fifth after a warm-up, which takes a tenth of the time.
 
     python tools/soak hour --device cuda --seconds 3600
 """

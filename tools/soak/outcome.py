@@ -80,7 +80,7 @@ def until(seconds: float, least: int = 1) -> Iterator[int]:
 
 
 def _commit() -> str:
-    if commit := os.environ.get("TE_BENCH_COMMIT"):  # set for a copy without the .git of the checkout
+    if commit := os.environ.get("TE_BENCH_COMMIT"):  # of a tree without its .git
         return commit
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The parts that other packages of Transformer Engine share: recipes."""
+"""The package from which programs import recipes."""
 
 from transformer_engine.common import recipe
 

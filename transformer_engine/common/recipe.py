@@ -88,7 +88,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class MMParams(_Checked):
-    """How a GEMM accumulates: a split accumulator adds its partial sums in fp32 regularly."""
+    """How a GEMM accumulates: `use_split_accumulator=True` regularly adds up in fp32."""
 
     use_split_accumulator: bool = True
 

@@ -52,7 +52,7 @@ class FeatureCalls:
         """Call `modify_tensor` and return its result, or `out` if the feature wrote into it.
 
         Args:
-            gemm: the GEMM that takes the result or, for an output, that has computed `x`.
+            gemm: the GEMM that takes the result or, if `x` is the result of a GEMM, this GEMM.
             x: the tensor in high precision.
             quantizer: the quantizer of the recipe, which the feature may use; None without FP8.
             dtype: the dtype that a plain result must have.

@@ -85,8 +85,8 @@ const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: [
 // --- heat map
 const even = (list) => list.map((c, i) => [i / (list.length - 1), c]);
 
-// Maps values to colours: two hues around zero for values of both signs and for the difference of two
-// runs; else the colours of the verdicts if there are thresholds; else one hue.
+// Maps values to colours: two hues around zero for values of both signs and for the difference of
+// two runs; else the colours of the verdicts if there are thresholds; else one hue.
 function scaleOf(values) {
   let low = Infinity, high = -Infinity, least = Infinity;
   for (const v of values) {

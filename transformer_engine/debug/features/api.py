@@ -77,7 +77,7 @@ class TEDefaultFeatures(Protocol):
     - `gemm`: fprop, dgrad or wgrad.
     - `tensor_name`: activation, weight, gradient, output, wgrad or dgrad.
     - `tensor`: the tensor in high precision; in `inspect_tensor_postquantize`, the operand of the
-      GEMM.
+      GEMM or its modified result.
     - `iteration`: how often `debug_api.step()` was called.
     - `default_quantizer`: the quantizer of the recipe, which casts the tensor if no feature does;
       None without FP8.
