@@ -50,7 +50,7 @@ class Case:
         return "causal" in self.mask
 
     def whole(self) -> Case:
-        """The same problem without padding and window, the reference for those."""
+        """The same problem without padding and window, as the reference."""
         return replace(self, mask="causal" if self.causal else "no_mask", padded="", window=None)
 
 

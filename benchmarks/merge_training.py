@@ -53,7 +53,7 @@ def _measured(document: Document) -> list[dict[str, Any]]:
 def main(folders: Sequence[str]) -> None:
     """Merge each file of the folders into the file of the same name in results/."""
     for path in sorted(path for folder in folders for path in Path(folder).glob("training_*.json")):
-        if path.stem.split("_")[1] not in ARCHITECTURES:  # of bench_training_ranks
+        if path.stem.split("_")[1] not in ARCHITECTURES:  # a file of bench_training_ranks
             continue
         target = RESULTS / path.name
         new = json.loads(path.read_text())

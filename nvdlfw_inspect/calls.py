@@ -102,7 +102,7 @@ class Calls:
             if not covered:
                 return None
             return written if config is None else dict(config)
-        except Exception as error:  # of methods of the user's types, too
+        except Exception as error:  # also one that a user's type raises
             place = describe(routed, layer, tensor, gemm)
             raise TypeError(
                 f"[parse_config_and_api] expected (acts, config), got {answer!r} ({place})"
@@ -124,7 +124,7 @@ class Calls:
         answer = self.invoke(routed, api, arguments)
         try:
             return _decision(answer, iteration)
-        except Exception as error:  # of methods of the user's types, too
+        except Exception as error:  # also one that a user's type raises
             place = describe(routed, layer, tensor, gemm, iteration)
             raise TypeError(
                 f"[{api}] expected bool or (bool, next iteration), got {answer!r} ({place})"

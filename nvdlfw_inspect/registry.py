@@ -151,7 +151,7 @@ def namespace_data(name: str) -> NamespaceData:
 
 
 def import_built_in() -> list[tuple[str, str]]:
-    """Import the modules of the built-in features; return those that fail, each with the reason.
+    """Import the modules of the built-in features; return (module, reason) for those that fail.
 
     The debugger also works without `transformer_engine`.
     """

@@ -16,7 +16,7 @@ BY_SIZE = next(iter(SIZES.values())).keys()  # settings that --size decides
 
 
 def named_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> set[str]:
-    """The options that the arguments contain, also those with the value of the default."""
+    """The options that the arguments contain, even if their value is the default."""
     nothing = object()
     start = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), nothing))
     said = vars(parser.parse_args(arguments, start))

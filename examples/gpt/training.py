@@ -248,7 +248,7 @@ class Training:
         self.losses.copy_(state["losses"])
         self.validation = state["validation"]
         random = state["random"]
-        random = [random] if isinstance(random, dict) else random  # of an earlier version
+        random = [random] if isinstance(random, dict) else random  # an older file
         if len(random) == self.ranks.count:  # with other ranks, dropout is drawn anew
             torch.set_rng_state(random[self.ranks.number]["cpu"])
             if self.settings.device == "cuda":

@@ -19,7 +19,7 @@ from nvdlfw_inspect.report.verdicts import Verdicts, worst_value
 MOST_COLUMNS = 600
 FEWEST_COLUMNS = 100
 MOST_DIGITS = 9  # significant digits of an fp32 value
-MOST_CELLS = 2_000_000  # of all series together; about 4 bytes each in the page
+MOST_CELLS = 2_000_000  # in all series together; a cell takes about 4 bytes in the page
 Cell = float | str | None
 
 

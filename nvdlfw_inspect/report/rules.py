@@ -75,7 +75,7 @@ class Finding:
     subject: Subject
     level: Level
     step: int  # where it is at its worst, or where it began
-    value: float  # what was found there
+    value: float  # the value at that step
     severity: float  # 1 at the threshold of `watch`; orders findings of one level
     reason: str
 

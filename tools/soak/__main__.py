@@ -49,7 +49,7 @@ def _options() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of everything that is drawn (1)")
     add("--jobs", type=int, default=1, help="processes, each with a seed of its own (1)")
     add("--device", default="cpu", help="cpu, or cuda where a test has that (cpu)")
-    add("--outcome", type=Path, help=argparse.SUPPRESS)  # where one of many jobs says what it found
+    add("--outcome", type=Path, help=argparse.SUPPRESS)  # a file for the outcome of a job
     return parser.parse_args()
 
 

@@ -20,7 +20,7 @@ class GemmTensor(NamedTuple):
     """A tensor of a layer, by the name that configurations use."""
 
     name: str
-    quantizer: str  # which of the six `GemmQuantizers` handles it
+    quantizer: str  # the attribute of `GemmQuantizers` that holds the quantizer
     rowwise: str  # the GEMM that takes it row-wise, or whose result it is
     columnwise: str | None  # the GEMM that takes it column-wise; None for results
 

@@ -99,7 +99,7 @@ class InspectedQuantizer(WrappingQuantizer):
     ) -> Operands:
         """As `operands`, but features write into the row-wise tensor that they returned before.
 
-        They do not write into a column-wise tensor, which an earlier backward may still read.
+        They do not write into a column-wise tensor, which a pending backward may still need.
         """
         outs = cached.made if isinstance(cached, _Modified) else {}
         return self._finish(x, self._cast(x, 0, request), request, 0, outs)

@@ -40,7 +40,7 @@ class Feed:
     statistics: TensorStatistics
     unlogged: Sequence[Any]  # features of the tensor whose use is not in the debug log yet
     quantizer: Quantizer  # has the scaling and the format of the cast in the graph
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # dtype of activations
     evaluating: bool  # see `TensorStatistics.enter`
 
     def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:

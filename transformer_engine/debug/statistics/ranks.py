@@ -53,7 +53,7 @@ class GroupRows:
             self._device = torch.device("cuda", torch.cuda.current_device())
 
     def layout(self, tensors: Sequence[TensorStatistics]) -> Layout:
-        """Return the layout of the group's tensors; it is new if there are more than before."""
+        """Return the layout of the group's tensors, made anew when their number changes."""
         if self._layout is None or self._layout[0] != len(tensors):
             self._layout = (len(tensors), Layout(tensors, self.meeting.ranks, dist.get_rank()))
         return self._layout[1]

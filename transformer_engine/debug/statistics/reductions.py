@@ -1,4 +1,9 @@
-"""`Reductions`: the groups of ranks that merge rows, and their agreement on those rows."""
+"""`Reductions`: the groups of ranks that merge rows.
+
+It says which groups merge in a step, and lets the ranks of a group compare their rows before the
+first merge. Rows are merged over the reduction group of the session; rows of weights that tensor
+parallel ranks share, over the tensor parallel group of the layer.
+"""
 
 from __future__ import annotations
 
