@@ -88,9 +88,10 @@ def initialize(
             a warning.
         RuntimeError: A feature cannot be created.
 
-    A call that raises starts no session and changes nothing. In a notebook, where a new session
-    replaces the running one, the running session continues after a wrong argument and, if there are
-    no `feature_dirs`, after a mistake in the configuration; after other errors it has ended.
+    A call that raises starts no session and changes nothing else, except in notebooks, where a new
+    session replaces the running one: the running session continues after a wrong argument and, if
+    there are no `feature_dirs`, after a mistake in the configuration; after other errors it has
+    ended.
 
     Environment variables:
 

@@ -45,7 +45,7 @@ def _assign(module: Any, name: str, named: Callable[[str], None]) -> None:
 
 
 def _numbers(children: dict[str, Any]) -> list[str]:
-    """The part of the name for each child of a ModuleList: `layer_number` or index."""
+    """The last part of the name of each child of a ModuleList: `layer_number` or index."""
     numbers = [getattr(child, "layer_number", None) for child in children.values()]
     keys = [
         index if number is None else str(number)

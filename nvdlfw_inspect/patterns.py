@@ -17,7 +17,7 @@ try:
 except ImportError:  # Python 3.10
     import sre_parse as _parser
 
-_MANY = 16  # a repetition that may repeat so often is refused even if it is bounded
+_MANY = 16  # a repetition with at least this upper bound is treated like an unbounded one
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 _CHARACTERS = frozenset(map(chr, range(257)))  # chr(256) stands for all other characters
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
