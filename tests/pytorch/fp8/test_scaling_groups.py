@@ -8,6 +8,7 @@ from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.fp8 import scaling_state
 
 BETWEEN = {
     "disabled": (True, {"enabled": False}),
@@ -66,3 +67,21 @@ def test_a_step_updates_states_that_a_later_one_has_put_into_its_group(device) -
     later.backward(torch.full_like(later, 0.25))
     assert second.scaling["backward"].amax_history[-2:, 0].tolist() == [0.5, 0.25]
     assert first.scaling["backward"].scale[0] != 1.0
+
+
+@pytest.mark.gpu
+def test_layers_on_two_devices_keep_a_table_each(monkeypatch) -> None:
+    """A model that is spread over devices does not make its tables anew in every step."""
+    entries = []
+    entry = scaling_state.entry
+    monkeypatch.setattr(scaling_state, "entry", lambda *one: entries.append(one) or entry(*one))
+    layers = [te.Linear(32, 32, device=device) for device in ("cpu", "cuda")]
+    for _ in range(3):
+        x = torch.randn(16, 32)
+        with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+            for layer in layers:
+                x = layer(x.to(layer.weight.device))
+        x.sum().backward()
+    assert len(entries) == 4  # two layers, two directions
+    for layer in layers:
+        assert layer.scaling["forward"].scale[0] != 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,8 +145,26 @@ def _state_from(
     return state_with(direction, *made)
 
 
+@dataclass(slots=True)
+class StateTable:
+    """The table of the states on one device, which the kernels read.
+
+    Attributes:
+        rows: int64 `[states, 6]`, see `kernels/delayed_scaling.py`.
+        columns: number of columns, which are amax histories, of all states.
+        states: the states and their versions. References rather than ids, because a new state may
+            have the id of a dead one.
+        agreed: the ranks have compared how many scales their states have.
+    """
+
+    rows: torch.Tensor
+    columns: int
+    states: list[tuple[weakref.ref[ScalingState], int]]
+    agreed: bool = False
+
+
 class ScalingMembers:
-    """The live states of a group in one direction, and their table on the device."""
+    """The live states of a group in one direction, and their tables, one for each device."""
 
     def __init__(self, group: ScalingGroup, direction: str) -> None:
         self.recipe = group.recipe
@@ -153,11 +172,8 @@ class ScalingMembers:
         self.direction = direction
         self._group = weakref.ref(group)
         self._states: list[weakref.ref[ScalingState]] = []
-        self._table: torch.Tensor | None = None
-        self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
-        self._checked: Any = None  # copy of `_seen` at the last update over ranks
+        self._tables: dict[torch.device, StateTable] = {}
         self._alike: set[tuple[int, ...]] = set()  # counts of scales that ranks agreed on
-        self.columns = 0
 
     @property
     def fp8_max(self) -> float:
@@ -177,21 +193,22 @@ class ScalingMembers:
             self._states = [weakref.ref(state) for state in states.values()]
         return list(states.values())
 
-    def table(self, states: list[ScalingState]) -> torch.Tensor:
-        """The table of these states, int64 `[states, 6]`, see `kernels/delayed_scaling.py`."""
-        # References rather than ids: a new state may have the id of a dead one.
+    def table(self, states: list[ScalingState]) -> StateTable:
+        """The table of these states, which are on one device."""
+        device = states[0].scale.device
         seen = [(weakref.ref(state), state.version) for state in states]
-        if self._table is None or seen != self._seen:
+        table = self._tables.get(device)
+        if table is None or seen != table.states:
             if is_capturing():
                 raise RuntimeError(
                     "[delayed_scaling] the FP8 modules of this autocast changed inside a CUDA "
                     "graph capture; run one step with the same modules before capturing"
                 )
             rows = [entry(state.scale, state.amax_history) for state in states]
-            self._table = torch.tensor(rows, dtype=torch.int64).to(states[0].scale.device)
-            self._seen = seen
-            self.columns = sum(row[3] for row in rows)
-        return self._table
+            on_device = torch.tensor(rows, dtype=torch.int64).to(device)
+            table = StateTable(on_device, sum(row[3] for row in rows), seen)
+            self._tables[device] = table
+        return table
 
     def update(self) -> None:
         """End a step: compute scales from histories, and roll the histories.
@@ -212,10 +229,10 @@ class ScalingMembers:
         if dist.get_world_size(self.process_group) <= 1:  # -1 for processes outside of the group
             return None
         table = self.table(states)
-        if self._checked is not self._seen:
+        if not table.agreed:
             self._agree([len(state.scales) for state in states])
-            self._checked = self._seen
-        amaxes = gather_amax(table, self.columns, None, "most_recent")
+            table.agreed = True
+        amaxes = gather_amax(table.rows, table.columns, None, "most_recent")
         return all_reduce(amaxes, self.process_group, "max").wait()
 
     def _agree(self, scales: list[int]) -> None:

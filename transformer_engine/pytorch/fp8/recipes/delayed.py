@@ -161,7 +161,7 @@ class DelayedRules(RecipeRules):
     ) -> None:
         """One launch for all states; the recipe's own functions are called state by state."""
         recipe: DelayedScaling = members.recipe
-        algorithm, table = recipe.amax_compute_algo, members.table(states)
+        algorithm, table = recipe.amax_compute_algo, members.table(states).rows
         own: _Values = (None, None)
         if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
             own = _call_functions(members, states, amaxes)
@@ -190,7 +190,8 @@ def _call_functions(
     recipe: DelayedScaling = members.recipe
     find_amax, find_scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     named = "most_recent" if callable(find_amax) else find_amax
-    amaxes = gather_amax(members.table(states), members.columns, reduced, named)
+    table = members.table(states)
+    amaxes = gather_amax(table.rows, table.columns, reduced, named)
     scales = torch.empty_like(amaxes) if find_scale is not None else None
     start = 0
     for state in states:
