@@ -251,6 +251,17 @@ def test_masters_and_state_dicts_under_any_default_dtype(recipe, device, default
     assert pieces.dtype is torch.float32
 
 
+def test_masters_of_a_weight_whose_scale_has_no_axes(device):
+    """Programs make such weights from `torch.tensor(1.0)`."""
+    q = Float8CurrentScalingQuantizer(E4M3)(values(device, 16, 32))
+    scale = torch.ones((), device=device)
+    weight = te.Float8Tensor(q.shape, q.dtype, q._data, scale, q._fp8_dtype)
+    master = torch.full((512,), 3.0, device=device)
+    cast_master_weights_to_fp8([weight], [master], [0], None)
+    assert scale.shape == () and scale == 3.0 / 448.0
+    assert_bitwise(weight.dequantize(), torch.full_like(weight.dequantize(), 3.0))
+
+
 def test_refused_masters(device):
     weight = Float8CurrentScalingQuantizer(E4M3)(values(device, 16, 16))
     piece = torch.zeros(200, device=device)

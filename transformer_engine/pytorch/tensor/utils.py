@@ -164,7 +164,8 @@ def _write(
 ) -> None:
     """Set the scale of a weight, and the codes of a piece."""
     scales = _scales(weight, largest)
-    weight._scale_inv.copy_(scales[: weight._scale_inv.numel()])
+    own = weight._scale_inv  # of any shape, with one element or two
+    own.copy_(scales[: own.numel()].view_as(own))
     weight.update_usage(columnwise_usage=False)
     if master is None or not master.numel():
         return
