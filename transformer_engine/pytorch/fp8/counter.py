@@ -61,7 +61,7 @@ class Counter:
             reset: start counting anew.
         """
         totals = dict(self._counts)
-        for group in self._groups.values():
+        for group in list(self._groups.values()):  # other threads may add groups
             for key, number in group.counts.items() if group.times else ():
                 totals[key] = totals.get(key, 0) + number * group.times
         if reset:
@@ -71,7 +71,7 @@ class Counter:
     def reset(self) -> None:
         """Start counting anew."""
         self._counts.clear()
-        for group in self._groups.values():
+        for group in list(self._groups.values()):
             group.times = 0
 
 
