@@ -84,7 +84,7 @@ def _forward(
     groups = key.shape[1]
     per_group = query.shape[1] // max(1, groups)
     masked = not (mask.full or mask.causal)
-    large = any(needs) and _is_large(query, key)
+    large = any(needs) and _is_large(query, key, per_group if masked else 1)
     if per_group > 1 and (masked or large):  # kernels that take these do not support groups
         key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
     if masked:
@@ -220,9 +220,12 @@ def _has_fast_cudnn(device: int) -> bool:
     return fast
 
 
-def _is_large(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the fast kernels of torch have wrong gradients, see `FEW_ELEMENTS`."""
-    return query.is_cuda and max(query.numel(), key.numel()) >= MOST_ELEMENTS
+def _is_large(query: torch.Tensor, key: torch.Tensor, copies: int) -> bool:
+    """Whether the fast kernels of torch have wrong gradients, see `FEW_ELEMENTS`.
+
+    A kernel gets every key `copies` times.
+    """
+    return query.is_cuda and max(query.numel(), copies * key.numel()) >= MOST_ELEMENTS
 
 
 def _order(
