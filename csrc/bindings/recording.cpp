@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/workspace.h"
 #include "core/error.h"
 
@@ -25,6 +27,13 @@ bool same(const TensorView& a, const TensorView& b) {
 // Stage by stage, Python copies tensors that attention cannot read because their address is not a
 // multiple of 16. A recording has no such copy, so it takes only aligned inputs.
 bool aligned(const TensorView& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; }
+
+// The number of bytes from a view's first element to the end of its last one.
+int64_t extent(const TensorView& view) {
+  int64_t last = 0;
+  for (int i = 0; i < view.rank; ++i) last += (view.size(i) - 1) * view.stride(i);
+  return (last + 1) * size_of(view.dtype);
+}
 
 using Address = std::tuple<uintptr_t, int64_t, int, int64_t>;  // address, bytes, slot, offset
 using Allocation = std::optional<py::tuple>;  // arguments of the allocators; none: no tensor
@@ -54,7 +63,9 @@ class Recording {
     Ranges ranges;
     for (const auto& tensor : persistent_) {
       const auto view = py::cast<TensorView>(tensor);
-      if (view.data != nullptr) ranges[reinterpret_cast<uintptr_t>(view.data)] = {extent(view), {}};
+      if (view.data == nullptr) continue;
+      int64_t& bytes = ranges[reinterpret_cast<uintptr_t>(view.data)].bytes;
+      bytes = std::max(bytes, extent(view));  // tensors may begin at one address
     }
     for (const auto& range : addresses) {
       const auto [address, bytes, slot, offset] = py::cast<Address>(range);
@@ -121,13 +132,6 @@ class Recording {
     Bases bases;
   };
 
-  // The number of bytes from a view's first element to the end of its last one.
-  static int64_t extent(const TensorView& view) {
-    int64_t last = 0;
-    for (int i = 0; i < view.rank; ++i) last += (view.size(i) - 1) * view.stride(i);
-    return (last + 1) * size_of(view.dtype);
-  }
-
   void make(const Allocation& allocation, Memory& memory, size_t slot) const {
     if (!allocation) return memory.put(slot, py::none(), {});
     for (const py::object& allocate : allocators_) {
@@ -159,7 +163,7 @@ std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view) {
   if (next == ranges.begin()) return std::nullopt;
   const auto& [start, range] = *--next;
   const auto distance = static_cast<int64_t>(address - start);
-  if (distance >= range.bytes) return std::nullopt;
+  if (distance >= range.bytes || distance + extent(view) > range.bytes) return std::nullopt;
   if (range.slice.slot < 0) return BufferSlice{};
   return BufferSlice{range.slice.slot, range.slice.offset + distance};
 }

@@ -31,14 +31,14 @@ struct BufferSlice {
 };
 
 struct MemoryRange {
-  int64_t bytes;
+  int64_t bytes = 0;
   BufferSlice slice;
 };
 
 using Ranges = std::map<uintptr_t, MemoryRange>;  // by first address
 using Bases = std::vector<char*>;                 // first address of each slot
 
-// The slice that begins at the first address of a view; nothing if no range contains that address.
+// The slice that begins at the first address of a view; nothing if no range contains the view.
 std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view);
 
 // Runs a GEMM for which the op has returned false (on the CPU, for instance): Python evaluates its
