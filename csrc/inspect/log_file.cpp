@@ -155,7 +155,7 @@ bool LogFile::flush() {
     const ssize_t count = write(file_, unwritten_.data() + written, unwritten_.size() - written);
     if (count > 0) {
       written += static_cast<size_t>(count);
-    } else if (errno != EINTR) {
+    } else if (count == 0 || errno != EINTR) {
       error_ = std::strerror(errno);
       break;
     }
