@@ -171,8 +171,10 @@ def initialize_training_step(train_step: int) -> None:
         TypeError: `train_step` is no integer.
         ValueError: `train_step` is negative, or 2^40 or more.
     """
-    if DEBUG_MANAGER is not None:
-        DEBUG_MANAGER.iteration = step_number("initialize_training_step", "train_step", train_step)
+    with _steering:
+        if DEBUG_MANAGER is not None:
+            number = step_number("initialize_training_step", "train_step", train_step)
+            DEBUG_MANAGER.iteration = number
 
 
 def flush() -> None:
