@@ -88,7 +88,7 @@ def measure_statistics(rank: Rank, size: Size) -> None:
         row["least"], row["most"] = round(min(ratios), 4), round(max(ratios), 4)
         if SESSIONS[name] is not None:
             row |= {"bar": MOST_FOR_STATISTICS, "better": "lower"}
-        rank.row(op=f"{LAYERS} layers {size}, TP2 + SP, statistics", case=name, **row)
+        rank.row(op=f"{LAYERS} layers {size}, TP{rank.count} + SP, statistics", case=name, **row)
 
 
 def collectives_of(run: Callable[[], None]) -> int:
@@ -123,7 +123,7 @@ def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
     count = collectives_of(shared)
     added = (us["shared"] - us["a rank's part"]) / count
     rank.row(
-        op=f"host time of a collective, {'TP2 + SP' if sequence else 'TP2'}",
+        op=f"host time of a collective, TP{rank.count}{' + SP' if sequence else ''}",
         case=f"{size} {name}",
         us=round(us["shared"], 1),
         alone_us=round(us["a rank's part"], 1),

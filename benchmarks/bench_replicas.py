@@ -78,7 +78,7 @@ def measure_replicas(rank: Rank, name: str, groups: Mapping[str, Any]) -> None:
     times = rank.time_wall(steps, loops=6, calls=10, warmup=10)
     for row in over_one(rank, times):
         judged = {"bar": BAR} if row["way"] == "DDP" and name != "torch" else {}
-        rank.row(op="125M GPT, DDP on 2, training step", case=name, **row, **judged)
+        rank.row(op=f"125M GPT, DDP on {rank.count}, training step", case=name, **row, **judged)
 
 
 def measure(rank: Rank) -> None:

@@ -76,7 +76,7 @@ def measure_shards(rank: Rank, size: Size, name: str) -> None:
     }
     groups = {"one GPU": rank.alone, "FSDP2": None}
     steps = {way: step(model, x, name, groups[way]) for way, model in models.items()}
-    op = f"{layers} layers {size}, FSDP2 on 2, FP8 weights"
+    op = f"{layers} layers {size}, FSDP2 on {rank.count}, FP8 weights"
     for row in over_one(rank, rank.time_wall(steps, **OF_LARGE_STEPS), BAR):
         rank.row(op=f"{op}, forward + backward", case=name, **row)
     adams = {
@@ -101,7 +101,8 @@ def measure_bytes(rank: Rank, size: Size, name: str) -> None:
     found = {fp8: gathered_bytes(size, name, fp8) for fp8 in (False, True)}
     row = {"mib": round(found[True] / 2**20, 2), "ratio": round(found[True] / found[False], 4)}
     row |= {"bar": LARGEST_SHARE, "better": "lower"}
-    rank.row(op=f"layer {size}, FSDP2 on 2, bytes gathered", case=f"{name}, FP8 weights", **row)
+    op = f"layer {size}, FSDP2 on {rank.count}, bytes gathered"
+    rank.row(op=op, case=f"{name}, FP8 weights", **row)
 
 
 def measure(rank: Rank) -> None:

@@ -26,7 +26,8 @@ equally fast, with more ours is faster. For memory-bound kernels the reference i
 moves as many bytes as the kernel must move once, from cold caches. Times are medians; the JSON
 files have the 10th and 90th percentiles.
 
-`bar` is the value that this project wants to reach; `<=` in it means that lower is better. `best
+`bar` is the value that this project wants to reach. In tables whose bars begin with `<=`, lower is
+better: there `ratio` is ours divided by the reference, or, for layers, milliseconds and MiB. `best
 peer` is the best value of other libraries on the same kind of GPU; TE is NVIDIA's package.
 """
 

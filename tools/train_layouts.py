@@ -80,7 +80,9 @@ def table(steps: int) -> str:
 
 def main() -> None:
     """Train all layouts; write the table into the page if the number of steps is the default."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     steps = parser.parse_args().steps
     text = table(steps)
