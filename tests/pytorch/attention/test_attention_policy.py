@@ -144,6 +144,19 @@ def test_kernels_with_wrong_gradients_of_large_tensors_are_left_out(sizes):
     assert "2^31" in str(refusal(sdpa.BACKEND, large._replace(compiling=True), allowed))
 
 
+@pytest.mark.parametrize("tokens", [48, 47])
+def test_all_sequences_of_a_packed_call_count_as_one_tensor(tokens, monkeypatch):
+    seen = []
+    monkeypatch.setattr(choice, "MOST_ELEMENTS", 48 * 2 * 16)
+    monkeypatch.setattr(choice, "preference", lambda problem, _: seen.append(problem) or ("sdpa",))
+    attention = DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding")
+    q, ends = torch.randn(tokens, 2, 16), torch.tensor([0, 20, tokens], dtype=torch.int32)
+    attention(q, q, q, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    problem = seen[0]._replace(device="cuda", training=True)
+    assert problem.large is (tokens == 48)
+    assert FEW_ELEMENTS.holds(problem, None) is not problem.large
+
+
 @pytest.mark.parametrize("first", [[], ["cudnn"], ["efficient", "math"]], ids=str)
 def test_cudnn_is_last_where_keys_are_cached_also_if_torch_has_put_it_first(monkeypatch, first):
     """An order of the user stays."""

@@ -51,6 +51,7 @@ class Problem(NamedTuple):
         compiling: inside torch.compile.
         in_graph: the program has announced that it captures CUDA graphs, or warms up for it.
         part: the keys are only some of those that the softmax goes over, see `Parts`.
+        large_packed: thd queries or keys have `MOST_ELEMENTS` elements or more, with all sequences.
     """
 
     device: str = "cpu"
@@ -82,12 +83,14 @@ class Problem(NamedTuple):
     compiling: bool = False
     in_graph: bool = False
     part: bool = False
+    large_packed: bool = False
 
     @property
-    def elements(self) -> int:
-        """The number of elements of queries or of keys, the larger one; 0 if sizes are unknown."""
+    def large(self) -> bool:
+        """Whether queries or keys are known to have `MOST_ELEMENTS` elements or more."""
         queries, keys = (self.queries or 0) * self.heads, (self.keys or 0) * self.groups
-        return (self.batch or 0) * self.key_size * max(queries, keys)
+        elements = (self.batch or 0) * self.key_size * max(queries, keys)
+        return self.large_packed or elements >= MOST_ELEMENTS
 
     @property
     def empty(self) -> bool:
@@ -285,9 +288,7 @@ MOST_ELEMENTS = 1 << 31
 # behind so many elements, and torch's flash attention reads out of bounds. torch's memory-efficient
 # kernel is right, so `sdpa` uses it for such tensors.
 FEW_ELEMENTS = Requirement(
-    lambda problem, allowed: (
-        problem.device == "cpu" or not problem.training or problem.elements < MOST_ELEMENTS
-    ),
+    lambda problem, allowed: problem.device == "cpu" or not problem.training or not problem.large,
     "has wrong gradients of 2^31 elements of queries or keys and more; give parts of the batch",
 )
 GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")

@@ -9,7 +9,12 @@ import torch
 
 from transformer_engine._env import AttentionVariables, attention_variables
 from transformer_engine.pytorch.attention.backends import BACKENDS
-from transformer_engine.pytorch.attention.backends.backend import Backend, Problem, refusal
+from transformer_engine.pytorch.attention.backends.backend import (
+    MOST_ELEMENTS,
+    Backend,
+    Problem,
+    refusal,
+)
 from transformer_engine.pytorch.attention.backends.policy import preference
 from transformer_engine.pytorch.attention.core.call import (
     NO_BIAS,
@@ -150,6 +155,7 @@ def _problem(
         compiling=torch.compiler.is_compiling(),
         in_graph=in_graph,
         part=part,
+        large_packed=packed and shape.elements >= MOST_ELEMENTS,
     )
 
 

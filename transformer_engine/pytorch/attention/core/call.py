@@ -199,6 +199,12 @@ class CallShape:
     queries: int
     keys: int
 
+    @property
+    def elements(self) -> int:
+        """The number of elements of queries or of keys, the larger one."""
+        rows = max(self.queries * self.heads, self.keys * self.groups)
+        return (1 if self.batch is None else self.batch) * rows * self.key_size
+
 
 @memoize
 def call_shape(
