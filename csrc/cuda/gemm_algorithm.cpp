@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <ranges>
 
+#include "cuda/policy/split_k.h"
+
 namespace te::cuda {
 namespace {
 
@@ -80,20 +82,13 @@ std::vector<int32_t> up_to(const cublasLtMatmulAlgo_t& algorithm,
   return {values.begin(), values.end()};
 }
 
-}  // namespace
-
-std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
-  const auto word = [](bool value) { return value ? "true" : "false"; };
-  out << '{' << p.m << ", " << p.n << ", " << p.k << ", " << enumerator(p.a) << ", "
-      << enumerator(p.b) << ", " << enumerator(p.d) << ", " << word(p.a_transposed) << ", "
-      << word(p.b_transposed) << ", " << word(p.fast_accumulation);
-  if (p.a_blocks != ScaleBlocks::Whole)
-    out << ", " << enumerator(p.a_blocks) << ", " << enumerator(p.b_blocks);
-  return out << '}';
+bool loses_terms(const GemmTerms& terms, const GemmAlgorithm& description) {
+  return split_loses_terms(terms.operands, terms.k, description[kSplitK]);
 }
 
-std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
-                                                   MatmulAlignment alignment, int limit) {
+// All guesses of the heuristic, at most `limit`.
+std::vector<cublasLtMatmulAlgo_t> ask(const GemmTerms& terms, MatmulAlignment alignment,
+                                      int limit) {
   const MatmulPreference preference(terms.workspace_bytes, alignment);
   std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(limit));
   int found = 0;
@@ -109,6 +104,46 @@ std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
   return algorithms;
 }
 
+// The same algorithm with fewer parts of k, so that it loses no terms.
+std::optional<cublasLtMatmulAlgo_t> with_fewer_parts(const GemmTerms& terms,
+                                                     const cublasLtMatmulAlgo_t& algorithm) {
+  GemmAlgorithm description = describe_algorithm(algorithm);
+  while (--description[kSplitK] > 0) {
+    if (description[kSplitK] == 1) description[kReduction] = CUBLASLT_REDUCTION_SCHEME_NONE;
+    if (const auto built = build_algorithm(terms, description)) return built;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
+  const auto word = [](bool value) { return value ? "true" : "false"; };
+  out << '{' << p.m << ", " << p.n << ", " << p.k << ", " << enumerator(p.a) << ", "
+      << enumerator(p.b) << ", " << enumerator(p.d) << ", " << word(p.a_transposed) << ", "
+      << word(p.b_transposed) << ", " << word(p.fast_accumulation);
+  if (p.a_blocks != ScaleBlocks::Whole)
+    out << ", " << enumerator(p.a_blocks) << ", " << enumerator(p.b_blocks);
+  return out << '}';
+}
+
+std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
+                                                   MatmulAlignment alignment, int limit) {
+  constexpr int kMore = 32;
+  const auto loses = [&](const auto& guess) {
+    return loses_terms(terms, describe_algorithm(guess));
+  };
+  auto guesses = ask(terms, alignment, limit);
+  if (std::ranges::all_of(guesses, loses)) guesses = ask(terms, alignment, std::max(limit, kMore));
+  std::vector<cublasLtMatmulAlgo_t> right;
+  for (const auto& guess : guesses)
+    if (!loses(guess)) right.push_back(guess);
+  for (size_t i = 0; right.empty() && i < guesses.size(); ++i)
+    if (const auto other = with_fewer_parts(terms, guesses[i])) right.push_back(*other);
+  if (right.size() > static_cast<size_t>(limit)) right.resize(static_cast<size_t>(limit));
+  return right;
+}
+
 GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algorithm) {
   GemmAlgorithm description{};
   for (size_t i = 0; i < description.size(); ++i) {
@@ -122,6 +157,7 @@ GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algorithm) {
 
 std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
                                                     const GemmAlgorithm& description) {
+  if (loses_terms(terms, description)) return std::nullopt;
   auto algorithm = initial(terms, description[kId]);
   if (!algorithm) return std::nullopt;
   for (size_t i = 1; i < description.size(); ++i) {

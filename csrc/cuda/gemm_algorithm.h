@@ -29,15 +29,19 @@ struct GemmTerms {
   cublasLtMatmulDesc_t desc;
   std::array<cublasLtMatrixLayout_t, 4> layouts;
   int64_t workspace_bytes;
+  DType operands;
+  int64_t k;
 };
 
-// The heuristic's guesses, best first; empty if cuBLASLt has no kernel for these terms.
+// The heuristic's guesses, best first; empty if cuBLASLt has no kernel for these terms. Left out
+// are algorithms that would lose terms of sums (policy/split_k.h).
 std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
                                                    MatmulAlignment alignment, int limit);
 
 GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algorithm);
 
-// Makes the algorithm of a description; nothing if cuBLASLt cannot run it on these terms.
+// Makes the algorithm of a description; nothing if cuBLASLt cannot run it on these terms, or would
+// lose terms of sums.
 std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
                                                     const GemmAlgorithm& description);
 

@@ -143,7 +143,9 @@ GemmTerms GemmPlan::terms() const {
           {cuda_type(p.b), cuda_type(p.a), cuda_type(p.d), cuda_type(p.d)},
           desc_.get(),
           {a_.get(), b_.get(), d_.get(), d_.get()},
-          key_.workspace_bytes};
+          key_.workspace_bytes,
+          p.a,
+          p.k};
 }
 
 std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
