@@ -91,7 +91,7 @@ def test_refusals():
         lambda ends: get_batch_on_this_cp_rank(ends, ids, ids, ids),
     ):
         with pytest.raises(
-            TypeError, match=r"expected cu_seqlens.* of int32 or int64, got .*float"
+            TypeError, match=r"expected cu_seqlens.* of torch.int32 or torch.int64, got .*float"
         ):
             call(ends.float())
         with pytest.raises(ValueError, match=r"cu_seqlens.* of shape \(batch \+ 1,\), got \(\)"):

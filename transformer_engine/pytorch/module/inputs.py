@@ -73,6 +73,20 @@ def check_rise(
         )
 
 
+def check_cu_seqlens(
+    op: str, parameter: str, cu_seqlens: torch.Tensor, *dtypes: torch.dtype
+) -> None:
+    """Raise unless this is a vector of one of these dtypes, with an element at least."""
+    check_tensors(op, **{parameter: cu_seqlens})
+    if cu_seqlens.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise TypeError(f"[{op}] expected {parameter} of {names}, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"[{op}] expected {parameter} of shape (batch + 1,), got {tuple(cu_seqlens.shape)}"
+        )
+
+
 def shortened(values: list[int]) -> list[Any]:
     """The values for a message, with "..." in the middle if there are more than nine."""
     return values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch.attention.context.sequences import shard_sequence
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_rise, check_tensors
+from transformer_engine.pytorch.module.inputs import check_cu_seqlens, check_rise, check_tensors
 
 
 def pad_thd_sequences_for_cp(
@@ -133,7 +133,7 @@ def get_batch_on_this_cp_rank(
             return own_part(name, x[0])[None]
         return shard_sequence(x, cp_group, cu_seqlens=cu_seqlens_padded)
 
-    _check_ends(op, "cu_seqlens_padded", cu_seqlens_padded)
+    check_cu_seqlens(op, "cu_seqlens_padded", cu_seqlens_padded, torch.int32, torch.int64)
     return (
         own_part("input_ids_padded", input_ids_padded),
         own_part("labels_padded", labels_padded),
@@ -143,17 +143,7 @@ def get_batch_on_this_cp_rank(
 
 def _padded_ends(op: str, cu_seqlens: torch.Tensor, factor: int) -> torch.Tensor:
     check_sizes(op, None, divisibility_factor=factor)
-    _check_ends(op, "cu_seqlens", cu_seqlens)
+    check_cu_seqlens(op, "cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     check_rise(op, "cu_seqlens", cu_seqlens)
     padded = (cu_seqlens.diff() + (factor - 1)) // factor * factor
     return torch.cat((cu_seqlens[:1], padded.cumsum(0, dtype=cu_seqlens.dtype)))
-
-
-def _check_ends(op: str, parameter: str, ends: torch.Tensor) -> None:
-    check_tensors(op, **{parameter: ends})
-    if ends.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"[{op}] expected {parameter} of int32 or int64, got {ends.dtype}")
-    if ends.ndim != 1:
-        raise ValueError(
-            f"[{op}] expected {parameter} of shape (batch + 1,), got {tuple(ends.shape)}"
-        )

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import once_differentiable
+from transformer_engine.pytorch.module import inputs
 from transformer_engine.pytorch.module.inputs import (
     LEADING,
     can_read,
     check_rise,
-    check_tensors,
     known_lengths,
     shortened,
 )
@@ -262,13 +262,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
     """Check that `cu_seqlens` is an int32 vector."""
     if cu_seqlens is None:
         raise ValueError(f"[attention] expected {parameter} for qkv_format 'thd', got None")
-    check_tensors("attention", **{parameter: cu_seqlens})
-    if cu_seqlens.dtype is not torch.int32:
-        raise TypeError(f"[attention] expected {parameter} of torch.int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(
-            f"[attention] expected {parameter} of shape (batch + 1,), got {tuple(cu_seqlens.shape)}"
-        )
+    inputs.check_cu_seqlens("attention", parameter, cu_seqlens, torch.int32)
     return cu_seqlens
 
 
