@@ -168,23 +168,23 @@ class Graphed:
             outputs = tuple(t for t in every if _has_gradient(t))
             if outputs and self.surface:
                 ones = tuple(torch.ones_like(t) for t in outputs)
-                self._before_backward(ones)
+                self._run_hooks("backward_pre_hooks", ones)
                 self._after_backward(self._gradients(outputs, ones), ones)
 
     def _before_forward(self) -> None:
-        self.subject.hooks.before_forward(self.subject.function, self.args, self.kwargs)
+        self._run_hooks("forward_pre_hooks", self.args, kwargs=self.kwargs)
         self._find_parameters()
 
     def _after_forward(self, outputs: Any) -> None:
         out = tree_unflatten(list(outputs), self.out_structure)
-        self.subject.hooks.after_forward(self.subject.function, self.args, self.kwargs, out)
-
-    def _before_backward(self, grad_outputs: Tensors) -> None:
-        self.subject.hooks.before_backward(self.subject.function, grad_outputs)
+        self._run_hooks("forward_hooks", self.args, kwargs=self.kwargs, last=(out,))
 
     def _after_backward(self, found: Maybe, grad_outputs: Tensors) -> None:
         inputs = found[: len(self.surface) - len(self.parameters)]
-        self.subject.hooks.after_backward(self.subject.function, inputs, grad_outputs)
+        self._run_hooks("backward_hooks", inputs, grad_outputs)
+
+    def _run_hooks(self, kind: str, *first: Any, **further: Any) -> None:
+        self.subject.hooks.run(kind, self.subject.function, *first, **further)
 
     def _gradients(self, outputs: Tensors, grad_outputs: Tensors) -> Maybe:
         found: Maybe = torch.autograd.grad(
@@ -228,7 +228,7 @@ class Graphed:
             return
         self.grad_outputs = tuple(torch.empty_like(t) for t in outputs)
         self.backward_graph = torch.cuda.CUDAGraph()
-        self._before_backward(self.grad_outputs)
+        self._run_hooks("backward_pre_hooks", self.grad_outputs)
         with capture_into(self.settings, self.subject, "backward", self.backward_graph):
             every = self._gradients(outputs, self.grad_outputs)
         self._after_backward(every, self.grad_outputs)

@@ -49,35 +49,15 @@ class CaptureTimeHooks:
             for kind in _KINDS
         }
 
-    def before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """`hook(module, args)`, or `hook(module, args, kwargs)`."""
-        for hook in self._hooks["forward_pre_hooks"]:
-            self._call(hook, (module, args), kwargs, ())
-
-    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """`hook(module, args, output)`, or `hook(module, args, kwargs, output)`."""
-        for hook in self._hooks["forward_hooks"]:
-            self._call(hook, (module, args), kwargs, (output,))
-
-    def before_backward(self, module: Any, grad_output: Sequence[Any]) -> None:
-        """`hook(module, grad_output)`."""
-        for hook in self._hooks["backward_pre_hooks"]:
-            self._call(hook, (module, grad_output), {}, ())
-
-    def after_backward(
-        self, module: Any, grad_input: Sequence[Any], grad_output: Sequence[Any]
-    ) -> None:
-        """`hook(module, grad_input, grad_output)`."""
-        for hook in self._hooks["backward_hooks"]:
-            self._call(hook, (module, grad_input, grad_output), {}, ())
-
-    def _call(self, hook: _Hook, first: tuple[Any, ...], kwargs: Any, last: Any) -> None:
-        named = (kwargs,) if hook.takes_kwargs else ()
-        if hook.function(*first, *named, *last) is not None:
-            raise ValueError(
-                "[make_graphed_callables] expected hooks of a capture to return None, as replays do"
-                f" not run them, got a value from {hook.function} ({self.where})"
-            )
+    def run(self, kind: str, *first: Any, kwargs: Any = None, last: Sequence[Any] = ()) -> None:
+        """`hook(*first, *last)`, or `hook(*first, kwargs, *last)`, of each hook of a kind."""
+        for hook in self._hooks[kind]:
+            named = (kwargs,) if hook.takes_kwargs else ()
+            if hook.function(*first, *named, *last) is not None:
+                raise ValueError(
+                    "[make_graphed_callables] expected hooks of a capture to return None, as"
+                    f" replays do not run them, got a value from {hook.function} ({self.where})"
+                )
 
 
 def capture_time_hooks_of(
