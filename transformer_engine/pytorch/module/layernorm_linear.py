@@ -14,25 +14,20 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stage import Parameters
-from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.linear import SingleGemmModule
 from transformer_engine.pytorch.module.norms import (
     NormalizesFirst,
     check_normalization,
     norm_parameters,
 )
-from transformer_engine.pytorch.module.overlap_arguments import keep_overlap, overlap_arguments
-from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
+from transformer_engine.pytorch.module.parallel_mode import parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
     ParameterSet,
     Split,
-    SplitLinearParameters,
     default_init_method,
     names_in,
     params_dtype_of,
-    sections_of,
-    split_sizes,
     tensors_of,
 )
 from transformer_engine.pytorch.module.settings import setting
@@ -118,26 +113,16 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, in_features=in_features, out_features=out_features)
-        asked = overlap_arguments(LayerNormLinear, others)
-        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
-        self.sequence_parallel, self.parallel_mode = sequence_parallel, parallel_mode
-        keep_overlap(self, asked, others, self.parallel_mode)
+        self._keep_ranks(tp_group, tp_size, sequence_parallel, parallel_mode, others)
         self.delay_wgrad_compute = delay_wgrad_compute
-        sections = sections_of(parameters_split)
-        shared = SharedLinear(self.parallel_mode, self.ranks, sections, delay_wgrad_compute)
-        self.in_features = in_features
-        self.out_features = shared.outputs("out_features", out_features)
+        self._keep_sizes(in_features, out_features, bias, parameters_split)
         self.eps = eps
         self.normalization = check_normalization(normalization, "LayerNormLinear")
         self.zero_centered_gamma = zero_centered_gamma
-        self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self._returns_input = return_input
-
-        sizes = split_sizes(parameters_split, out_features, "LayerNormLinear")
-        self._split = SplitLinearParameters(sizes, shared, out_features, bias)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         norm = norm_parameters(

@@ -37,8 +37,33 @@ class SingleGemmModule(TransformerEngineBaseModule):
     in_features: int
     out_features: int
     parallel_mode: str | None
+    use_bias: bool
     _split: SplitLinearParameters
     _joins = True  # see `SharedLinear`
+
+    def _keep_ranks(
+        self,
+        tp_group: Any,
+        tp_size: int,
+        sequence_parallel: bool,
+        parallel_mode: str | None,
+        others: dict[str, Any],
+    ) -> None:
+        """Keep which ranks share the GEMM, and how they communicate."""
+        asked = overlap_arguments(type(self), others)
+        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
+        self.sequence_parallel, self.parallel_mode = sequence_parallel, parallel_mode
+        keep_overlap(self, asked, others, self.parallel_mode)
+
+    def _keep_sizes(self, in_features: int, out_features: int, bias: bool, split: Split) -> None:
+        """Keep this rank's sizes, and into which parameters weight and bias are split."""
+        ranks, delays = self.ranks, self.delay_wgrad_compute
+        shared = SharedLinear(self.parallel_mode, ranks, sections_of(split), delays)
+        self.in_features = shared.inputs("in_features", in_features)
+        self.out_features = shared.outputs("out_features", out_features)
+        self.use_bias = bias
+        sizes = split_sizes(split, out_features, type(self).__name__)
+        self._split = SplitLinearParameters(sizes, shared, out_features, bias)
 
     def _checked_fusing(self, fuse_wgrad_accumulation: bool) -> bool:
         names = self._split.weight_names
@@ -146,20 +171,10 @@ class Linear(SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, in_features=in_features, out_features=out_features)
-        asked = overlap_arguments(type(self), others)
-        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
-        self.sequence_parallel, self.parallel_mode = sequence_parallel, parallel_mode
-        keep_overlap(self, asked, others, self.parallel_mode)
+        self._keep_ranks(tp_group, tp_size, sequence_parallel, parallel_mode, others)
         self.delay_wgrad_compute = delay_wgrad_compute
-        sections = sections_of(parameters_split)
-        shared = SharedLinear(self.parallel_mode, self.ranks, sections, delay_wgrad_compute)
-        self.in_features = shared.inputs("in_features", in_features)
-        self.out_features = shared.outputs("out_features", out_features)
-        self.use_bias = bias
+        self._keep_sizes(in_features, out_features, bias, parameters_split)
         self.return_bias = return_bias
-
-        sizes = split_sizes(parameters_split, out_features, "Linear")
-        self._split = SplitLinearParameters(sizes, shared, out_features, bias)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         self._parameter_set = ParameterSet(get_rng_state_tracker)
