@@ -79,10 +79,8 @@ class FeatureCalls:
         if out is not None and made is None:
             return out
         if out is not None and self._takes_out(gemm):
-            raise RuntimeError(
-                f"[modify_tensor] expected None where out is given, got {type(made).__name__} "
-                f"({self._where(gemm)})"
-            )
+            got = type(made).__name__
+            raise self._error(RuntimeError, f"expected None where out is given, got {got}", gemm)
         return self._checked(made, x, gemm)
 
     def inspect(
@@ -132,25 +130,20 @@ class FeatureCalls:
         routed = self.manager.route(NAMESPACE, self.layer, "modify_tensor", self.tensor.name, gemm)
         return any("out" in inspect.signature(r.feature.modify_tensor).parameters for r in routed)
 
-    def _where(self, gemm: str) -> str:
-        return f"layer {self.layer}, tensor {self.tensor.name}, gemm {gemm}"
+    def _error(self, kind: type[Exception], text: str, gemm: str) -> Exception:
+        where = f"layer {self.layer}, tensor {self.tensor.name}, gemm {gemm}"
+        return kind(f"[modify_tensor] {text} ({where})")
 
     def _checked(self, made: Any, x: torch.Tensor, gemm: str) -> torch.Tensor:
         if not isinstance(made, torch.Tensor):
-            raise TypeError(
-                "[modify_tensor] expected a torch.Tensor or a QuantizedTensor, got "
-                f"{type(made).__name__} ({self._where(gemm)})"
-            )
+            text = f"expected a torch.Tensor or a QuantizedTensor, got {type(made).__name__}"
+            raise self._error(TypeError, text, gemm)
         if made.shape != x.shape:
-            raise ValueError(
-                f"[modify_tensor] expected a tensor of shape {tuple(x.shape)}, got "
-                f"{tuple(made.shape)} ({self._where(gemm)})"
-            )
+            text = f"expected a tensor of shape {tuple(x.shape)}, got {tuple(made.shape)}"
+            raise self._error(ValueError, text, gemm)
         if made.device != x.device:
-            raise ValueError(
-                f"[modify_tensor] expected a tensor on {x.device}, got one on {made.device} "
-                f"({self._where(gemm)})"
-            )
+            text = f"expected a tensor on {x.device}, got one on {made.device}"
+            raise self._error(ValueError, text, gemm)
         return made
 
     def check_dtype(self, made: torch.Tensor, dtype: torch.dtype, gemm: str) -> torch.Tensor:
@@ -161,15 +154,11 @@ class FeatureCalls:
             ValueError: `made` has another dtype.
         """
         if type(made) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(
-                f"[modify_tensor] expected a torch.Tensor or a QuantizedTensor, got "
-                f"{type(made).__name__} ({self._where(gemm)})"
-            )
+            text = f"expected a torch.Tensor or a QuantizedTensor, got {type(made).__name__}"
+            raise self._error(TypeError, text, gemm)
         if made.dtype is not dtype:
-            raise ValueError(
-                f"[modify_tensor] Dtype does not match: expected {dtype}, got {made.dtype} "
-                f"({self._where(gemm)})"
-            )
+            text = f"Dtype does not match: expected {dtype}, got {made.dtype}"
+            raise self._error(ValueError, text, gemm)
         return made
 
 

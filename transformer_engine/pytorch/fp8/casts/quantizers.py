@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
     FusedArguments,
@@ -266,6 +266,9 @@ class Fp8Quantizer(Quantizer):
             raise ValueError(f"[quantizer] expected format E4M3 (5) or E5M2 (6), got {format}")
         self.format = format
         self.matrix_format = self.layout.code(format)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({FP8_NAMES[self.format]})"
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The codes as they are."""

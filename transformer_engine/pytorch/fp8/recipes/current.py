@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.common.recipe import Float8CurrentScaling, QParams
-from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
+from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.fp8.casts.batches import cast_together
 from transformer_engine.pytorch.fp8.casts.operands import FusedArguments, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
@@ -85,9 +85,6 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
             power = torch.exp2(torch.round(torch.log2(scale)))
             scale = torch.where(power > scale, power / 2, power)
         return torch.where(known, scale, 1.0)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({FP8_NAMES[self.format]})"
 
 
 class ShardQuantizer(CurrentQuantizer):

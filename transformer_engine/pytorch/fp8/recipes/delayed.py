@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.dtypes import FP8_NAMES
 from transformer_engine.pytorch.fp8.casts.batches import cast_together
 from transformer_engine.pytorch.fp8.casts.operands import (
     FusedArguments,
@@ -114,9 +113,6 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
     def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
         """The stored scale."""
         return self.scale.reshape(())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({FP8_NAMES[self.format]})"
 
 
 _NUMBERS = ("margin", "interval", "amax_history_len")
