@@ -307,30 +307,29 @@ class KVCacheManager:
 
     def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as `[max_batch_size, max_seqlen, heads, size]`."""
+        device = self._with_spare_row[layer_number][0].device
+        slot = torch.arange(self.max_batch_size, device=device)[:, None]
+        index = self.rows_of(slot, torch.arange(self.max_seqlen, device=device)).flatten()
+        return self._selected(layer_number, index, (self.max_batch_size, self.max_seqlen))
+
+    def _selected(
+        self, layer_number: int, index: torch.Tensor, sizes: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._with_spare_row[layer_number]
-        slot = torch.arange(self.max_batch_size, device=keys.device)[:, None]
-        index = self.rows_of(slot, torch.arange(self.max_seqlen, device=keys.device)).flatten()
-        sizes = (self.max_batch_size, self.max_seqlen)
-        return (
-            keys.index_select(0, index).unflatten(0, sizes),
-            values.index_select(0, index).unflatten(0, sizes),
-        )
+        found = [x.index_select(0, index).view(*sizes, *x.shape[1:]) for x in (keys, values)]
+        return found[0], found[1]
 
     # ---- Steps whose lengths the host knows ----
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as `[batch, longest, heads, size]`."""
         batch = len(self.lengths)
-        keys, values = self._with_spare_row[layer_number]
         index = self._once(
             longest,
-            keys.device,
+            self._with_spare_row[layer_number][0].device,
             lambda: [self.row(slot, token) for slot in range(batch) for token in range(longest)],
         )
-        return (
-            keys.index_select(0, index).view(batch, longest, *keys.shape[1:]),
-            values.index_select(0, index).view(batch, longest, *values.shape[1:]),
-        )
+        return self._selected(layer_number, index, (batch, longest))
 
     def new_ends(self, device: torch.device) -> torch.Tensor:
         """int32 `[batch + 1]`, ends of each sequence's new tokens in a packed step, after a 0."""
