@@ -21,12 +21,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Saved,
 )
 from transformer_engine.pytorch.attention.core import formats
-from transformer_engine.pytorch.attention.core.call import (
-    NO_BIAS,
-    AttentionMask,
-    Call,
-    Sequences,
-)
+from transformer_engine.pytorch.attention.core.call import NO_BIAS, Call, Sequences
 from transformer_engine.pytorch.attention.masks.alibi import (
     alibi_bias,
     check_slopes,
@@ -272,18 +267,8 @@ def _mask_and_bias(
 
 def _mask(call: Call, shape: tuple[int, int, int, int], padding: Padding | None) -> Mask:
     rule = call.shape.rule
-    arbitrary = _arbitrary_mask(call.attention_mask, shape) if rule.type.arbitrary else None
+    arbitrary = check_arbitrary(call.attention_mask, shape) if rule.type.arbitrary else None
     return build_mask(rule, shape[2], shape[3], padding, arbitrary)
-
-
-def _arbitrary_mask(
-    attention_mask: AttentionMask | None, shape: tuple[int, int, int, int]
-) -> torch.Tensor:
-    if attention_mask is None:
-        raise ValueError(
-            "[attention] expected attention_mask for the mask type 'arbitrary', got None"
-        )
-    return check_arbitrary(attention_mask, shape)
 
 
 def _score_bias(

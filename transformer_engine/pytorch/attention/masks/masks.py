@@ -325,6 +325,10 @@ def _beyond(lengths: torch.Tensor, size: int) -> torch.Tensor:
 
 def check_arbitrary(mask: Any, shape: tuple[int, int, int, int]) -> torch.Tensor:
     """Check that a mask of the type `arbitrary` broadcasts to `[batch, heads, queries, keys]`."""
+    if mask is None:
+        raise ValueError(
+            "[attention] expected attention_mask for the mask type 'arbitrary', got None"
+        )
     mask = check_mask_dtype(mask, "attention_mask")
     sizes = tuple(mask.shape)
     fits = len(sizes) <= 4 and all(

@@ -13,11 +13,7 @@ from transformer_engine.pytorch.fp8.casts.batches import cast_together
 from transformer_engine.pytorch.fp8.casts.operands import FusedArguments, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
-from transformer_engine.pytorch.kernels.amax import (
-    amax,
-    current_scales,
-    current_scales_many,
-)
+from transformer_engine.pytorch.kernels.amax import amax, current_scales, current_scales_many
 from transformer_engine.pytorch.parallel.collectives import all_reduce
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
