@@ -15,3 +15,10 @@ def is_flag(value: object) -> bool:
     if isinstance(value, numbers.Integral):
         return value in (0, 1)
     return type(value).__name__ in ("bool", "bool_")  # NumPy is not imported here
+
+
+def checked_flag(op: str, name: str, value: object, hint: str = "") -> bool:
+    """The argument as a bool. Raises TypeError, which ends with the hint, unless it is a flag."""
+    if not is_flag(value):
+        raise TypeError(f"[{op}] expected {name} to be True or False, got {value!r}{hint}")
+    return bool(value)

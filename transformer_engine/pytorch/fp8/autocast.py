@@ -6,7 +6,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any
 
-from transformer_engine._flags import is_flag
+from transformer_engine._flags import checked_flag
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.fp8.autocast_stack import enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
@@ -48,13 +48,10 @@ def scope_of(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any
     return Scope(enabled, calibrating, checked_recipe(recipe), group)
 
 
-def checked_flags(op: str, **values: Any) -> list[bool]:
-    """The arguments as bools. Raises TypeError unless all are flags, see `is_flag`."""
-    for name, value in values.items():
-        if not is_flag(value):
-            recipe = ": pass a recipe by keyword, recipe=..." if isinstance(value, Recipe) else ""
-            raise TypeError(f"[{op}] expected {name} to be True or False, got {value!r}{recipe}")
-    return [bool(value) for value in values.values()]
+def flag_of(op: str, name: str, value: Any) -> bool:
+    """See `checked_flag`. The error for a recipe says how to pass it."""
+    recipe = ": pass a recipe by keyword, recipe=..." if isinstance(value, Recipe) else ""
+    return checked_flag(op, name, value, recipe)
 
 
 class autocast(ContextDecorator):
@@ -89,9 +86,9 @@ class autocast(ContextDecorator):
         amax_reduction_group: Any = None,
     ) -> None:
         if {type(enabled), type(calibrating)} != {bool}:  # slower; each step makes an autocast
-            enabled, calibrating = checked_flags(
-                type(self).__name__, enabled=enabled, calibrating=calibrating
-            )
+            op = type(self).__name__
+            enabled = flag_of(op, "enabled", enabled)
+            calibrating = flag_of(op, "calibrating", calibrating)
         self._scope = scope_of(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:

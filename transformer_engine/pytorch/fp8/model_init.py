@@ -6,7 +6,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.fp8.autocast import checked_flags
+from transformer_engine.pytorch.fp8.autocast import flag_of
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import find_rules, recipe_names
 
@@ -84,11 +84,9 @@ class quantized_model_init(ContextDecorator):
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        enabled, preserve = checked_flags(
-            type(self).__name__,
-            enabled=enabled,
-            preserve_high_precision_init_val=preserve_high_precision_init_val,
-        )
+        op, name = type(self).__name__, "preserve_high_precision_init_val"
+        enabled = flag_of(op, "enabled", enabled)
+        preserve = flag_of(op, name, preserve_high_precision_init_val)
         if enabled and recipe is not None:
             _check(recipe)
         self._init = ModelInit(enabled, recipe, preserve)

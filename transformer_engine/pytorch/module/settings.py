@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from transformer_engine._flags import is_flag
+from transformer_engine._flags import checked_flag
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.plan import PlanCache
 from transformer_engine.pytorch.module.arguments import in_layer
@@ -130,7 +130,7 @@ class Setting:
     def __set__(self, module: Any, value: Any) -> None:
         own, key = module.__dict__, self.key
         if self._flag:
-            value = self._as_bool(module, value)
+            value = checked_flag(type(module).__name__, self._name, value, _in_layer_of(module))
         if self._checked is not None:
             value = self._checked(module, value)
         before = own.get(key, self)
@@ -146,14 +146,6 @@ class Setting:
             if before is self:
                 del own[key]
             raise
-
-    def _as_bool(self, module: Any, value: Any) -> bool:
-        if not is_flag(value):
-            raise TypeError(
-                f"[{type(module).__name__}] expected {self._name} to be True or False, got"
-                f" {value!r}{_in_layer_of(module)}"
-            )
-        return bool(value)
 
 
 def setting(checked: Callable[[Any, Any], Any] | None = None) -> Any:

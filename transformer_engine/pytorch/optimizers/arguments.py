@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from transformer_engine._flags import is_flag
 from transformer_engine.pytorch.module.arguments import check_numbers
 
 
@@ -30,13 +29,6 @@ def refuse_settings(op: str, group: Mapping[str, Any], bias_correction: bool) ->
     """
     others = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
     refuse_others(op, **{name: (group.get(name, only), only) for name, only in others.items()})
-
-
-def check_flags(op: str, **flags: object) -> None:
-    """Raise TypeError unless all values are flags, see `is_flag`."""
-    for name, value in flags.items():
-        if not is_flag(value):
-            raise TypeError(f"[{op}] expected {name} to be a bool, got {value!r}")
 
 
 def check_factor(op: str, factor: object) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from transformer_engine._flags import checked_flag
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers import loss_scaling
 from transformer_engine.pytorch.optimizers.arguments import (
     check_factor,
-    check_flags,
     check_settings,
     refuse_others,
     refuse_settings,
@@ -122,7 +122,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.bias_correction = bias_correction
         self.capturable, self.master_weights = capturable, master_weights
         self.use_decoupled_grad = use_decoupled_grad
-        check_flags("FusedAdam", **{name: getattr(self, name) for name in _FLAGS})
+        for name in _FLAGS:
+            checked_flag("FusedAdam", name, getattr(self, name))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings("FusedAdam", defaults)
         super().__init__(params, defaults)
