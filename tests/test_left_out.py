@@ -22,7 +22,7 @@ LACKS = {
 def lack(request, monkeypatch):
     row = LACKS[request.param]
     monkeypatch.setattr(_C, "left_out", lambda: [row])
-    monkeypatch.setattr(_build, "source_folder", lambda: "")
+    monkeypatch.setattr(_build, "source_folder", lambda: ("", False))
     return _build.LeftOut(row[0], row[1], f"in the sources: {row[2]}")
 
 

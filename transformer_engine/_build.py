@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 
@@ -35,28 +35,24 @@ def left_out() -> list[LeftOut]:
 
 def _in_sources(command: str) -> str:
     """A command whose last argument "." is replaced by the folder of the sources, if known."""
-    folder = source_folder()
+    folder, editable = source_folder()
     if folder and command.endswith(" ."):
-        option = "-e " if _recorded().get("dir_info", {}).get("editable") else ""
+        option = "-e " if editable else ""
         return f"{command.removesuffix('.')}{option}{shlex.quote(folder)}"
     return f"in the sources: {command}"
 
 
-def source_folder() -> str:
-    """Where `pip install <folder>` took this package from, if it is still there; else ""."""
-    url = urlsplit(_recorded().get("url", ""))
+def source_folder() -> tuple[str, bool]:
+    """Where `pip install <folder>` took this package from, or "", and whether it is editable."""
+    try:
+        text = distribution("transformer-engine").read_text("direct_url.json")
+    except PackageNotFoundError:
+        text = None
+    recorded = json.loads(text or "{}")
+    url = urlsplit(recorded.get("url", ""))
     folder = Path(unquote(url.path))
     there = url.scheme == "file" and (folder / "pyproject.toml").is_file()
-    return str(folder) if there else ""
-
-
-def _recorded() -> dict[str, Any]:
-    """What pip has recorded of the source of this package."""
-    try:
-        recorded = distribution("transformer-engine").read_text("direct_url.json")
-    except PackageNotFoundError:
-        return {}
-    return json.loads(recorded) if recorded else {}
+    return str(folder) if there else "", bool(recorded.get("dir_info", {}).get("editable"))
 
 
 def warn_of_left_out(gpus: Callable[[], int]) -> None:
