@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
@@ -51,13 +50,6 @@ def _set_sequence_parallel(layer: Any, on: bool) -> None:
             block._parameter_set.mark(block, "sequence_parallel", on)
 
 
-_SET_BLOCKS: dict[str, Callable[[Any, Any], None]] = {
-    "drop_path_rate": _set_rate,
-    "self_attn_mask_type": _set_mask_type,
-    "sequence_parallel": _set_sequence_parallel,
-}
-
-
 class LayerSettings(HasSettings):
     """Base of TransformerLayer: passes changed settings on to the blocks of the layer.
 
@@ -69,22 +61,13 @@ class LayerSettings(HasSettings):
         sequence_parallel: each rank has a part of the tokens, see `TransformerLayer`.
     """
 
-    drop_path_rate: float = setting(_checked_rate)
-    self_attn_mask_type: str = setting(_checked_mask_type)
-    sequence_parallel: bool = flag_setting()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """See `HasSettings`. Some settings are also set in the blocks."""
-        super().__setattr__(name, value)
-        if name in _SET_BLOCKS and self.is_built():
-            _SET_BLOCKS[name](self, getattr(self, name))
+    drop_path_rate: float = setting(_checked_rate, _set_rate)
+    self_attn_mask_type: str = setting(_checked_mask_type, _set_mask_type)
+    sequence_parallel: bool = flag_setting(apply=_set_sequence_parallel)
 
     def is_built(self) -> bool:
         """Whether all blocks have been made."""
         return "layernorm_mlp" in self.__dict__.get("_modules", ())
-
-    def rebuild_chain(self) -> None:
-        """Does nothing, because blocks rebuild their own chains."""
 
     def fixed_settings(self) -> tuple[str, ...]:
         """See `HasSettings`; these decide how the blocks are built."""

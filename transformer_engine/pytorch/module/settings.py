@@ -40,12 +40,10 @@ class HasSettings:
         """
         if type(self).__init__.__module__.startswith("transformer_engine."):
             self._refuse_change(name, value)
-        if type(self).__module__.startswith("transformer_engine."):
-            self._refuse_registered(name, value)
-        elif isinstance(value, nn.Module | nn.Parameter):  # which torch registers
+        if isinstance(value, nn.Module | nn.Parameter):  # which torch registers
             one = getattr(type(self), name, None)
             if isinstance(one, Setting):
-                self.__dict__.pop(one.key, None)
+                self._replace_setting(one, name, value)
         super().__setattr__(name, value)
 
     def _refuse_change(self, name: str, value: Any) -> None:
@@ -58,14 +56,17 @@ class HasSettings:
                 f" builds the layer for it, got {value!r}{_in_layer_of(self)}"
             )
 
-    def _refuse_registered(self, name: str, value: object) -> None:
-        """Raise TypeError for a parameter or module, which torch would store beside the setting."""
-        registered = isinstance(value, nn.Module | nn.Parameter)
-        if registered and isinstance(getattr(type(self), name, None), Setting):
+    def _replace_setting(self, one: Setting, name: str, value: object) -> None:
+        """Remove the setting, so that torch finds what it registers, in classes of users alone.
+
+        In classes of this package, raise TypeError.
+        """
+        if type(self).__module__.startswith("transformer_engine."):
             raise TypeError(
                 f"[{type(self).__name__}] expected {name} to be no parameter and no module, got"
                 f" {type(value).__name__}{_in_layer_of(self)}"
             )
+        self.__dict__.pop(one.key, None)
 
 
 class BuildsChain(HasSettings):
@@ -109,8 +110,13 @@ class Setting:
     The key is not the name of the attribute: with that torch 2.11 would never end tracing a read.
     """
 
-    def __init__(self, checked: Callable[[Any, Any], Any] | None, flag: bool) -> None:
-        self._checked, self._flag = checked, flag
+    def __init__(
+        self,
+        checked: Callable[[Any, Any], Any] | None,
+        flag: bool,
+        apply: Callable[[Any, Any], None] | None = None,
+    ) -> None:
+        self._checked, self._flag, self._apply = checked, flag, apply
         self._name = self.key = ""
 
     def __set_name__(self, owner: type[nn.Module], name: str) -> None:
@@ -134,13 +140,16 @@ class Setting:
         if self._checked is not None:
             value = self._checked(module, value)
         before = own.get(key, self)
-        if value == before:
+        if value == before and self._apply is None:
             return
         own[key] = value
         if not module.is_built():
             return
         try:
-            module.rebuild_chain()
+            if self._apply is None:
+                module.rebuild_chain()
+            else:
+                self._apply(module, value)
         except Exception:  # no chain can be built with this value
             own[key] = before
             if before is self:
@@ -148,18 +157,26 @@ class Setting:
             raise
 
 
-def setting(checked: Callable[[Any, Any], Any] | None = None) -> Any:
+def setting(
+    checked: Callable[[Any, Any], Any] | None = None,
+    apply: Callable[[Any, Any], None] | None = None,
+) -> Any:
     """An attribute that decides how the chain of a module is built.
 
     Args:
         checked: called with the module and a new value; returns the value to store, or raises.
+        apply: called with the module and the value instead of `rebuild_chain`, also if the value
+            has not changed.
     """
-    return Setting(checked, flag=False)
+    return Setting(checked, False, apply)
 
 
-def flag_setting(checked: Callable[[Any, bool], bool] | None = None) -> Any:
+def flag_setting(
+    checked: Callable[[Any, bool], bool] | None = None,
+    apply: Callable[[Any, bool], None] | None = None,
+) -> Any:
     """A `setting` that is True or False."""
-    return Setting(checked, flag=True)
+    return Setting(checked, True, apply)
 
 
 def own_settings(module: nn.Module) -> dict[str, Any]:
