@@ -14,6 +14,8 @@ capture runs only shapes that have run before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from transformer_engine._env import AttentionVariables
@@ -259,10 +261,23 @@ def _refusal(problem: Problem) -> str:
     )
 
 
-def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
-    # Inside a trace sizes may be symbols, and cuDNN cannot be asked about them. There it gets the
-    # problems that it takes at any size, if cuDNN is there at all.
-    return _ordinary(problem) and _is_here() if problem.compiling else not _refusal(problem)
+def taken_by_cudnn(
+    refusal: Callable[[Problem, AttentionVariables], str],
+    taken_in_traces: Callable[[Problem], bool],
+    reason_in_traces: str,
+) -> Requirement:
+    """The requirement that cuDNN takes a problem, for which `refusal` returns an empty string.
+
+    Inside a trace, where sizes may be symbols, it gets only problems that it takes at any size.
+    """
+
+    def holds(problem: Problem, allowed: AttentionVariables) -> bool:
+        return taken_in_traces(problem) if problem.compiling else not refusal(problem, allowed)
+
+    def reason(problem: Problem) -> str:
+        return reason_in_traces if problem.compiling else refusal(problem, environment())
+
+    return Requirement(holds, reason)
 
 
 def _ordinary(problem: Problem) -> bool:
@@ -280,12 +295,6 @@ def _ordinary(problem: Problem) -> bool:
 def _is_here() -> bool:
     large = Problem(device="cuda", rule=mask_rule("no_mask"), queries=2048)
     return not _refusal(Problem(device="cuda")) and not _refusal(large)
-
-
-def _reason(problem: Problem) -> str:
-    if problem.compiling:
-        return "is for plain attention alone inside torch.compile, and for builds with cuDNN"
-    return _refusal(problem)
 
 
 def _bias_is_whole(problem: Problem) -> bool:
@@ -382,6 +391,10 @@ BACKEND = Backend(
             ),
             "has wrong gradients of a single query",
         ),
-        Requirement(_taken_by_cudnn, _reason),
+        taken_by_cudnn(
+            lambda problem, allowed: _refusal(problem),
+            lambda problem: _ordinary(problem) and _is_here(),
+            "is for plain attention alone inside torch.compile, and for builds with cuDNN",
+        ),
     ),
 )

@@ -49,6 +49,7 @@ from transformer_engine.pytorch.attention.backends.cudnn import (
     question,
     settings_for,
     statistics_of_part,
+    taken_by_cudnn,
 )
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
@@ -206,13 +207,6 @@ def _refusal(problem: Problem, in_fp8: bool) -> str:
     return attention_refusal(sizes, sixteen_bit(problem.dtype), device, how, *plain)
 
 
-def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
-    # Sizes may be symbols inside a trace, see `cudnn.py`.
-    if problem.compiling:
-        return _ordinary(problem) and _is_here()
-    return not _refusal(problem, _trains_in_fp8(problem, allowed))
-
-
 def _ordinary(problem: Problem) -> bool:
     alike = problem.alike or not problem.rule.type.causal
     sizes_fit = problem.key_size == problem.value_size <= 128
@@ -222,15 +216,6 @@ def _ordinary(problem: Problem) -> bool:
 @constant_in_graphs
 def _is_here() -> bool:
     return not _refusal(Problem(device="cuda", key_size=128, value_size=128), True)
-
-
-def _reason(problem: Problem) -> str:
-    if problem.compiling:
-        return (
-            "takes several queries, heads up to 128 and no window inside torch.compile, and is for"
-            " builds with cuDNN"
-        )
-    return _refusal(problem, _trains_in_fp8(problem, environment()))
 
 
 def _fits(problem: Problem, allowed: AttentionVariables) -> bool:
@@ -315,7 +300,12 @@ BACKEND = Backend(
             "has no backward in FP8 for parts of the keys; leave NVTE_FP8_DPA_BWD, or use"
             " cp_comm_type='a2a'",
         ),
-        Requirement(_taken_by_cudnn, _reason),
+        taken_by_cudnn(
+            lambda problem, allowed: _refusal(problem, _trains_in_fp8(problem, allowed)),
+            lambda problem: _ordinary(problem) and _is_here(),
+            "takes several queries, heads up to 128 and no window inside torch.compile, and is for"
+            " builds with cuDNN",
+        ),
     ),
     notice=_notice,
     parts=Parts(log_sum_exp_of_part, _strip, _restore, takes_codes=True),
