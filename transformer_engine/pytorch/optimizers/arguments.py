@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,34 +19,43 @@ def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
             )
 
 
-def refuse_settings(op: str, group: Mapping[str, Any], bias_correction: bool) -> None:
+def refuse_settings(group: Mapping[str, Any], bias_correction: bool) -> None:
     """Raise NotImplementedError if a group has settings that must be those of the optimizer.
 
     Args:
-        op: class of the optimizer.
         group: a parameter group.
         bias_correction: the optimizer's setting.
     """
     others = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
-    refuse_others(op, **{name: (group.get(name, only), only) for name, only in others.items()})
+    pairs = {name: (group.get(name, only), only) for name, only in others.items()}
+    refuse_others("FusedAdam", **pairs)
 
 
-def check_factor(op: str, factor: object) -> None:
+def check_factor(factor: object) -> None:
     """Raise TypeError unless the factor of gradients is a tensor or None."""
     if not (factor is None or isinstance(factor, torch.Tensor)):
         raise TypeError(
-            f"[{op}] expected grad_factor to be a tensor of one value on the device, got {factor!r}"
+            "[FusedAdam] expected grad_factor to be a tensor of one value on the device, got"
+            f" {factor!r}"
         )
 
 
-def check_settings(op: str, group: dict[str, Any]) -> None:
+def check_settings(group: dict[str, Any]) -> None:
     """Raise unless a group's learning rate, eps, weight decay and betas are valid for Adam."""
     factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
     plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
-    check_numbers(op, None, **plain)
+    check_numbers("FusedAdam", None, **plain)
     betas = group["betas"]
     if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(
-            f"[{op}] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), got"
+            "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), got"
             f" {factors} and {betas}"
         )
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Call the closure of a step, which computes the gradients, and return its loss, if any."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.optimizers import loss_scaling
 from transformer_engine.pytorch.optimizers.arguments import (
     check_factor,
     check_settings,
+    loss_of,
     refuse_others,
     refuse_settings,
 )
@@ -125,7 +126,7 @@ class FusedAdam(torch.optim.Optimizer):
         for name in _FLAGS:
             checked_flag("FusedAdam", name, getattr(self, name))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_settings("FusedAdam", defaults)
+        check_settings(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,8 +138,8 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             NotImplementedError, ValueError, TypeError: settings that the constructor refuses.
         """
-        refuse_settings("FusedAdam", param_group, self.bias_correction)
-        check_settings("FusedAdam", {**self.defaults, **param_group})
+        refuse_settings(param_group, self.bias_correction)
+        check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property
@@ -185,16 +186,13 @@ class FusedAdam(torch.optim.Optimizer):
         if grad_scaler is not None:
             inner = partial(self._step_all, None, None, grad_factor)
             return loss_scaling.step_by(grad_scaler, self, closure, inner)
-        check_factor("FusedAdam", grad_factor)
+        check_factor(grad_factor)
         if is_capturing() and not self.capturable:
             raise RuntimeError(
                 "[FusedAdam] expected capturable=True in a CUDA graph capture, whose replays would "
                 "repeat the number of this step, got False"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         factor, found_inf = loss_scaling.scaling_of(self, grad_factor)
         if found_inf is not None and not self.capturable and found_inf:
             return loss

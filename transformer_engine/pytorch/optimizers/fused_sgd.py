@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.arguments import loss_of, refuse_others
 from transformer_engine.pytorch.optimizers.parts import refuse_slice
 from transformer_engine.pytorch.tensor.shards import piece_of
 
@@ -109,10 +109,7 @@ class FusedSGD(torch.optim.SGD):
             RuntimeError: sparse gradients, in groups that the fused kernel steps.
             NotImplementedError: a slice of an FP8 weight, if there are several processes.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             # In one call of the fused kernel, all parameters must have a momentum, or none.
             new: list[torch.Tensor] = []

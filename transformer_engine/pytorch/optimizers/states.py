@@ -26,7 +26,7 @@ def steps_of_groups(state_dict: Mapping[str, Any], bias_correction: bool) -> dic
     states = dict(state_dict["state"])
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
-        refuse_settings("FusedAdam", group, bias_correction)
+        refuse_settings(group, bias_correction)
         found = set()
         for number in group["params"]:
             state = states.get(number)
