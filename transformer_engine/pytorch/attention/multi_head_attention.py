@@ -346,8 +346,7 @@ class MultiheadAttention(FlowModule):
             rotary_pos_emb=rotary_pos_emb,
             **core,
         )
-        names = ("hidden_states", "encoder_output")[: len(values)]
-        return run_layer(self, names, values, arguments)
+        return run_layer(self, values, arguments)
 
     def flow_key(self) -> Hashable:
         """What `data_flow` depends on beside its arguments."""

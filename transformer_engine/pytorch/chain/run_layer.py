@@ -50,15 +50,16 @@ def _may_fuse(x: torch.Tensor) -> bool:
     )
 
 
-def run_layer(
-    layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor], *groups: dict[str, Any]
-) -> Any:
+# Names of the values that come into a layer, in order; a layer may get the first alone.
+_VALUES = ("hidden_states", "encoder_output")
+
+
+def run_layer(layer: FlowModule, values: Sequence[torch.Tensor], *groups: dict[str, Any]) -> Any:
     """Run a layer's `data_flow`, as one node of autograd's graph or part by part.
 
     Args:
         layer: the layer to run.
-        names: names of the values, for errors.
-        values: the values that come in.
+        values: the values that come in: hidden states, then encoder output if the layer gets it.
         groups: further arguments by name, those that differ from their defaults.
     """
     if torch.compiler.is_compiling():
@@ -69,26 +70,26 @@ def run_layer(
             key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
             fused = layer._fused.get(key)
             if fused is None or not fused.is_current():
-                fused = layer._fused[key] = FusedLayer(layer, names, groups)
+                fused = layer._fused[key] = FusedLayer(layer, _VALUES[: len(values)], groups)
             result = fused(values, groups)
             if result is not NotImplemented:
                 return result
         return layer.data_flow(EAGER, values, *groups)
     except Outdated:
         layer._fused.pop(key, None)  # another thread may have done so
-        return run_layer(layer, names, values, *groups)
+        return run_layer(layer, values, *groups)
     except (TypeError, ValueError):
-        _check_values(layer, names, values)
+        _check_values(layer, values)
         raise
 
 
-def _check_values(layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+def _check_values(layer: FlowModule, values: Sequence[torch.Tensor]) -> None:
     """Raise if device or dtype of a value differ from those of the layer's parameters.
 
     Called after a part has failed: its error names an argument of the part, not of the layer.
     """
     kind, like = type(layer).__name__, next(layer.parameters())
-    for name, x in zip(names, values, strict=True):
+    for name, x in zip(_VALUES, values, strict=False):
         if x.device != like.device:
             raise ValueError(
                 f"[{kind}] expected {name} on {like.device}, where the parameters are, got"

@@ -347,7 +347,6 @@ class TransformerLayer(LayerSettings, FlowModule):
         )
         if attention_mask is not None:
             core["attention_mask"] = attention_mask
-        names: tuple[str, ...] = ("hidden_states",)
         values: tuple[torch.Tensor, ...] = (hidden_states,)
         cross: dict[str, Any] = {}
         if self.layer_type == "decoder":
@@ -359,8 +358,8 @@ class TransformerLayer(LayerSettings, FlowModule):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
             if encoder_output is not None:
-                names, values = ("hidden_states", "encoder_output"), (hidden_states, encoder_output)
-        return run_layer(self, names, values, core, cross)
+                values = (hidden_states, encoder_output)
+        return run_layer(self, values, core, cross)
 
     def flow_key(self) -> Hashable:
         """What `data_flow` depends on beside its arguments."""
