@@ -20,7 +20,7 @@ from transformer_engine.pytorch import capture
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.one_shot import OneShot, can_sum, one_shot_of
-from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
+from transformer_engine.pytorch.parallel.peer_memory import ALL_OTHERS, PeerMemory, peer_memory
 
 # torch 2.13 has other names for these, and warns of the old ones at each call.
 gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(
@@ -124,7 +124,7 @@ class _PeerAllGather(Pending):
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
         self._own, self._transfer = x, memory.start(self, GATHERS)
-        self._transfer.send_to_all(x)
+        self._transfer.send(ALL_OTHERS, x)
 
     @property
     def has_parts(self) -> bool:

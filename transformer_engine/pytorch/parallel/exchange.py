@@ -24,43 +24,43 @@ from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, Transfer
 
 
 class PendingReceive:
-    """Tensors that another rank is sending.
+    """A tensor that another rank is sending.
 
     Args:
-        tensors: filled when `wait` returns.
-        works: handles of torch.distributed.
+        received: the tensor; filled when `wait` returns.
+        works: handles of torch.distributed, of this tensor and of others that come with it.
         sent: the tensors that this rank sends meanwhile; they are held until `wait`, and must not
             be changed before.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], works: list[Any], sent: Sequence[torch.Tensor]
+        self, received: torch.Tensor, works: list[Any], sent: Sequence[torch.Tensor]
     ) -> None:
-        self._tensors, self._works, self._sent = tensors, works, sent
+        self._received, self._works, self._held = received, works, sent
 
-    def wait(self) -> Sequence[torch.Tensor]:
-        """The tensors, on the current stream; the host waits where the backend is gloo."""
-        for work in self._works:
-            work.wait()
-        self._works, self._sent = [], ()
-        return self._tensors
+    def wait(self) -> torch.Tensor:
+        """The tensor, on the current stream; the host waits where the backend is gloo."""
+        while self._works:
+            self._works.pop().wait()
+        self._held = ()
+        return self._received
 
-    def lend(self) -> Sequence[torch.Tensor]:
-        """The tensors as `wait` returns them, to be read before `release` is called."""
+    def lend(self) -> torch.Tensor:
+        """The tensor as `wait` returns it, to be read before `release` is called."""
         return self.wait()
 
     def release(self) -> None:
-        """The tensors that were lent are no longer read or sent."""
+        """The tensor that was lent is no longer read or sent."""
 
     def start_copy(self) -> None:
-        """Start copying the tensors that were lent."""
+        """Start copying the tensor that was lent."""
 
-    def keep(self) -> Sequence[torch.Tensor]:
-        """The tensors that were lent, or copies, for the caller to keep; the memory is released."""
-        return self._tensors
+    def keep(self) -> torch.Tensor:
+        """The tensor that was lent, or a copy, for the caller to keep; the memory is released."""
+        return self._received
 
 
-class _PeerTensor:
+class _PeerTensor(PendingReceive):
     """A tensor that another rank writes to peer memory.
 
     Args:
@@ -118,33 +118,9 @@ class _PeerTensor:
         return self._copy
 
 
-class _PeerReceive(PendingReceive):
-    """Tensors that another rank writes to peer memory."""
-
-    def __init__(self, pending: Sequence[_PeerTensor]) -> None:
-        self._pending = pending
-
-    def wait(self) -> Sequence[torch.Tensor]:
-        return [one.wait() for one in self._pending]
-
-    def lend(self) -> Sequence[torch.Tensor]:
-        return [one.lend() for one in self._pending]
-
-    def release(self) -> None:
-        for one in self._pending:
-            one.release()
-
-    def start_copy(self) -> None:
-        for one in self._pending:
-            one.start_copy()
-
-    def keep(self) -> Sequence[torch.Tensor]:
-        return [one.keep() for one in self._pending]
-
-
 def send_to_next(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, reverse: bool = False, turn: int = 0
-) -> PendingReceive:
+) -> Sequence[PendingReceive]:
     """Send tensors to the next rank of a ring, and receive those of the previous rank.
 
     Copy engines move large tensors where the ranks share a host, so that kernels do not wait.
@@ -161,12 +137,8 @@ def send_to_next(
     sent = [x.contiguous() for x in tensors]
     memory = peer_memory(group, sent[0].device, max([x.nbytes for x in sent]), ring=True)
     if memory is not None:
-        return _PeerReceive(
-            [
-                _PeerTensor(x, memory, to, source, (turn + i) % memory.slots)
-                for i, x in enumerate(sent)
-            ]
-        )
+        slots = [(turn + i) % memory.slots for i in range(len(sent))]
+        return [_PeerTensor(x, memory, to, source, i) for x, i in zip(sent, slots, strict=True)]
     return _exchange(sent, group, to, source)
 
 
@@ -184,7 +156,7 @@ class SummandExchange:
         self._group = group
         self._transfers: list[Transfer] | None = None
         self._sent: list[torch.Tensor] = []
-        self._received: PendingReceive | None = None
+        self._received: Sequence[PendingReceive] = ()
         self._totals: list[torch.Tensor] = []
 
     def send(self, summands: Sequence[torch.Tensor], to: int, source: int) -> None:
@@ -235,9 +207,7 @@ class SummandExchange:
         raise RuntimeError("[p2p] the backward of a ring has failed: its ranks cannot go on")
 
     def _add_received(self) -> None:
-        if self._received is None:
-            return
-        received = self._received.wait()
+        received = [one.wait() for one in self._received]
         if not self._totals:
             self._totals = [torch.zeros_like(x, dtype=torch.float32) for x in received]
         for total, x in zip(self._totals, received, strict=True):
@@ -246,13 +216,14 @@ class SummandExchange:
 
 def _exchange(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, to: int, source: int
-) -> PendingReceive:
+) -> Sequence[PendingReceive]:
     refuse_recording()
     to, source = (dist.get_global_rank(group, one) for one in (to, source))
     received = [torch.empty_like(x) for x in tensors]
     ops = [dist.P2POp(dist.isend, x, to, group) for x in tensors]
     ops += [dist.P2POp(dist.irecv, x, source, group) for x in received]
-    return PendingReceive(received, dist.batch_isend_irecv(ops), tensors)
+    works = list(dist.batch_isend_irecv(ops))
+    return [PendingReceive(x, works, tensors) for x in received]
 
 
 def all_gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

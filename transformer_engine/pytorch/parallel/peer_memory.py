@@ -26,7 +26,7 @@ DEVICES = {"cuda"}
 # Smaller tensors arrive sooner by a collective, which takes less time on the host.
 LEAST_BYTES = 4 * 1024 * 1024
 _MOST_SLOTS = 4  # te::kRingSlots
-_ALL_OTHERS = -1  # te::kAllOthers
+ALL_OTHERS = -1  # te::kAllOthers
 _ALIGNMENT = 512
 
 # Memories by group, then by `ring`; None if the ranks cannot map each other's memory. The entry of
@@ -180,7 +180,7 @@ class PeerMemory:
         count = math.prod(shape)
         if count > self.room * len(self.others):
             return None
-        return self._bytes(_ALL_OTHERS, slot, count).view(shape)
+        return self._bytes(ALL_OTHERS, slot, count).view(shape)
 
     def _bytes(self, sender: int, slot: int, count: int) -> torch.Tensor:
         own, group = self.tensors
@@ -207,15 +207,11 @@ class Transfer:
         transfer must share memory; otherwise `finish` must be called with each of them.
 
         Args:
-            rank: the receiver.
+            rank: the receiver; with `ALL_OTHERS` all other ranks receive it, one after the other.
             x: at most `room` bytes; rows may have gaps between them.
         """
         _C.peer_send(x, *self.memory.tensors, rank, self.slot)
         self._last = x
-
-    def send_to_all(self, x: torch.Tensor) -> None:
-        """Send a tensor to all others, one after the other. See `send`."""
-        self.send(_ALL_OTHERS, x)
 
     def spread(self, x: torch.Tensor) -> None:
         """Send this rank's part of a tensor of `across` to the same place at all others."""
@@ -225,11 +221,11 @@ class Transfer:
     def receive_all(self) -> None:
         """Wait for the tensors of all others, valid until `release_all`; see `receive`."""
         self._come_next()
-        _C.peer_receive(*self.memory.tensors, _ALL_OTHERS, self.slot)
+        _C.peer_receive(*self.memory.tensors, ALL_OTHERS, self.slot)
 
     def release_all(self) -> None:
         """Let others write to the slot again, and wait for the end of this rank's sends."""
-        self.release(_ALL_OTHERS)
+        self.release(ALL_OTHERS)
         self._finish()
 
     def receive(

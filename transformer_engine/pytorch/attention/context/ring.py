@@ -96,22 +96,23 @@ class _Ring:
             reverse: tensors come from the next rank, not from the previous one.
             keep: the tensors of the last step become `last`.
         """
-        lent: PendingReceive | None = None
+        lent: Sequence[PendingReceive] = ()
         for step in range(1, steps):
             pending = send_to_next(tensors, self.group, reverse, turn=(step - 1) * len(tensors))
             yield tensors
-            tensors = pending.lend()
-            if lent is not None:  # the tensors of the step before have been read, and sent
-                lent.release()
+            tensors = [one.lend() for one in pending]
+            for one in lent:  # the tensors of the step before have been read, and sent
+                one.release()
             lent = pending
-            if keep and step + 1 == steps:
-                lent.start_copy()
+            for one in lent if keep and step + 1 == steps else ():
+                one.start_copy()
         if steps > 0:
             yield tensors
-        if lent is not None and keep:
-            self.last = lent.keep()
-        elif lent is not None:
-            lent.release()
+        if lent and keep:
+            self.last = [one.keep() for one in lent]
+            return
+        for one in lent:
+            one.release()
 
     def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         owner = (self.rank - step) % self.ranks
