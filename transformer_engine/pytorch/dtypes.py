@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -57,6 +59,14 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
         return None
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context without `torch.autocast` on devices of this type."""
+    # torch raises an error if it is asked about meta, which has no autocast.
+    if any_autocast_enabled() and device != "meta" and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:

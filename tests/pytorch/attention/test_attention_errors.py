@@ -10,6 +10,7 @@ from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 
 from transformer_engine.pytorch.attention import attention_backends
+from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 
 
 def test_state_dict_has_one_empty_entry_and_any_checkpoint_loads():
@@ -232,6 +233,15 @@ def test_bad_arguments(error, message, arguments):
 def test_bad_constructor_arguments(error, message, arguments):
     with pytest.raises(error, match=message):
         make_module(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (4, 5, 5), (1, 1, 4, 5, 5), (3, 4, 5, 5)])
+def test_shapes_of_a_bias_that_backends_refuse(shape):
+    """A backend must get four dimensions, because cuDNN reads four. The first two broadcast."""
+    check_bias_shape(BIAS, (2, 4, 5, 5))
+    found = re.escape(f"got {shape}")
+    with pytest.raises(ValueError, match=rf"core_attention_bias that broadcasts .*{found}"):
+        check_bias_shape(torch.zeros(shape), (2, 4, 5, 5))
 
 
 def test_bad_inputs():

@@ -7,9 +7,8 @@ special cases of torch.compile, functorch and ONNX export.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from transformer_engine.pytorch.attention.stage import Attention, Options, run_f
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
-from transformer_engine.pytorch.dtypes import autocast_dtype
+from transformer_engine.pytorch.dtypes import without_autocast
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
@@ -151,18 +150,13 @@ def _recomputed(backend: Backend) -> Backend:
         if casts is not None:
             call = call._replace(casts=casts.for_recompute())
         random = nullcontext() if states is None else states.restored()
-        with random, _without_torch_autocast(query):  # the inputs have their final dtype
+        # Without autocast, because the inputs have their final dtype.
+        with random, without_autocast(query.device.type):
             _, found = backend.forward(query, key, value, call, needs)
         assert found is not None
         return backend.backward(grad, found, call.settings(), needs)
 
     return backend._replace(forward=forward, backward=backward)
-
-
-def _without_torch_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    if autocast_dtype(x) is None:
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 class _RandomStates:

@@ -20,17 +20,15 @@ are multiplied by the scales afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from transformer_engine import _C, _devices
 from transformer_engine.pytorch._torch_private import allows_tf32
-from transformer_engine.pytorch.dtypes import TORCH_FP8
+from transformer_engine.pytorch.dtypes import TORCH_FP8, without_autocast
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.memory_views import tensor_at
@@ -171,7 +169,7 @@ def _define(
                 return
         sizes = d.shape[:-1].numel(), b.shape[0], b.shape[-1]
         _announce_replacement(d.device.index, sizes, layout_of(a_format))
-    with _without_autocast(d.device.type):
+    with without_autocast(d.device.type):
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
         if accumulate:
             value = value + d.view(value.shape)  # a selective checkpoint may have saved `value`
@@ -195,12 +193,6 @@ def _announce_replacement(index: int, sizes: tuple[int, int, int], layout: Scale
 def _announce_slow_product(text: str) -> None:
     """Warn once for each text: for each kind of GPU, or for each size if only some are slow."""
     warnings.warn(text, stacklevel=4)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _define_at(*arguments: Any) -> None:

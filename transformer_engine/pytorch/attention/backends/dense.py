@@ -32,6 +32,7 @@ from transformer_engine.pytorch.attention.masks.masks import (
     Padding,
     build_mask,
     check_arbitrary,
+    check_broadcasts,
     padding_from_lengths,
     padding_from_masks,
 )
@@ -314,12 +315,6 @@ def _alibi(
 
 
 def check_bias_shape(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
-    """ValueError unless a bias broadcasts to `[batch, heads, queries, keys]`."""
-    fits = bias.dim() == 4 and all(
-        size in (1, expected) for size, expected in zip(bias.shape, shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"[attention] expected a core_attention_bias that broadcasts to {shape}"
-            f" (batch, heads, queries, keys), got {tuple(bias.shape)}"
-        )
+    """Raise ValueError unless a bias has four dimensions and broadcasts to `shape`."""
+    # cuDNN reads four dimensions; `bias_of` has added those that a user's bias lacks.
+    check_broadcasts("a core_attention_bias", bias.shape, shape, fewest=4)

@@ -11,7 +11,7 @@ products inside of it. Checkpoints number the columns so. Each tensor above uses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -174,16 +174,14 @@ class Casts(NamedTuple):
 
     def with_copied_scales(self) -> Casts:
         """Casts with copies of the scales, for a call that will be recomputed."""
-        forward = (self.qkv, self.softmax, self.out)
-        return self._replace_forward([s._replace(scale=s.scale.clone()) for s in forward])
+        return self._map_forward(lambda slot: slot._replace(scale=slot.scale.clone()))
 
     def for_recompute(self) -> Casts:
         """Casts for the recompute, which records no amaxes."""
-        forward = (self.qkv, self.softmax, self.out)
-        return self._replace_forward([s._replace(amax=None) for s in forward])
+        return self._map_forward(lambda slot: slot._replace(amax=None))
 
-    def _replace_forward(self, slots: Sequence[Slot]) -> Casts:
-        qkv, softmax, out = slots
+    def _map_forward(self, change: Callable[[Slot], Slot]) -> Casts:
+        qkv, softmax, out = map(change, (self.qkv, self.softmax, self.out))
         return self._replace(qkv=qkv, softmax=softmax, out=out)
 
 

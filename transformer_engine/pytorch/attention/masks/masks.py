@@ -330,16 +330,29 @@ def check_arbitrary(mask: Any, shape: tuple[int, int, int, int]) -> torch.Tensor
             "[attention] expected attention_mask for the mask type 'arbitrary', got None"
         )
     mask = check_mask_dtype(mask, "attention_mask")
-    sizes = tuple(mask.shape)
-    fits = len(sizes) <= 4 and all(
+    check_broadcasts("an attention_mask", mask.shape, shape)
+    return mask
+
+
+def check_broadcasts(
+    what: str, sizes: Sequence[int], shape: tuple[int, int, int, int], fewest: int = 0
+) -> None:
+    """Raise ValueError unless a tensor broadcasts to `[batch, heads, queries, keys]`.
+
+    Args:
+        what: the tensor, with an article, for the error.
+        sizes: its shape.
+        shape: the shape of the scores.
+        fewest: the least number of dimensions that it may have.
+    """
+    fits = fewest <= len(sizes) <= 4 and all(
         size in (1, expected) for size, expected in zip(sizes[::-1], shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(
-            f"[attention] expected an attention_mask that broadcasts to {shape}"
-            f" (batch, heads, queries, keys), got {sizes}"
+            f"[attention] expected {what} that broadcasts to {shape}"
+            f" (batch, heads, queries, keys), got {tuple(sizes)}"
         )
-    return mask
 
 
 def check_mask_dtype(mask: torch.Tensor, parameter: str) -> torch.Tensor:
