@@ -16,6 +16,8 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES, MaskRule, mask_rule
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class Problem(NamedTuple):
     """What the choice of a backend depends on.

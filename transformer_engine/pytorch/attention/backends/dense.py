@@ -15,6 +15,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Backward,
     Forward,
     Gradients,
+    Inputs,
     KernelParts,
     Needs,
     Parts,
@@ -42,11 +43,11 @@ class Kernel(NamedTuple):
     """Attention of `[batch, heads, sequence, size]`, as a pair of functions.
 
     Attributes:
-        forward: `forward(query, key, value, mask, bias, sink, call, needs) -> out, Saved or None`.
+        forward: `forward((query, key, value), mask, bias, call, needs) -> out, Saved or None`.
             query is `[batch, heads, queries, size]`, key and value are `[batch, groups, keys,
             size]`, of any strides; mask is a `Mask`; bias (or None) broadcasts to `[batch, heads,
-            queries, keys]` and is added to the scaled scores; sink (or None) is `[heads]`, see
-            `Sink`. The result is `[batch, heads, queries, size of value]`, of any strides.
+            queries, keys]` and is added to the scaled scores; the sink is that of `call`. The
+            result is `[batch, heads, queries, size of value]`, of any strides.
         backward: `backward(grad, saved, call, needs) -> Gradients`, in the shapes of the forward's
             arguments, except that the gradient of the bias is `[batch, heads, queries, keys]`.
         parts: see `KernelParts`; the log-sum-exp is `[batch, heads, queries]`.
@@ -75,19 +76,16 @@ def dense(kernel: Kernel) -> tuple[Forward, Backward]:
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
     ) -> tuple[torch.Tensor, Saved | None]:
-        shape = call.shape
-        qkv_format = shape.qkv_format
+        qkv_format = call.shape.qkv_format
         if qkv_format == "thd":
-            return _packed(kernel, query, key, value, call, needs)
+            return _packed(kernel, (query, key, value), call, needs)
         if any(needs):  # autograd saves no views of inputs that were made without gradients
             query, key, value = query.detach(), key.detach(), value.detach()
         query = formats.heads_first(query, qkv_format)
         key = formats.heads_first(key, qkv_format)
         value = formats.heads_first(value, qkv_format)
-        padding = None
-        if shape.rule.type.padding:
-            padding = padding_of(call, query.shape[0], query.shape[2], key.shape[2])
-        out, saved = _masked(kernel, query, key, value, padding, call, needs)
+        padding = _padding(query, key, call)
+        out, saved = _masked(kernel, (query, key, value), padding, call, needs)
         if saved is not None:
             saved = saved.wrap((), _Facts(None, _bias_facts(call, needs)))
         return formats.flat_heads(out, qkv_format), saved
@@ -116,19 +114,15 @@ def dense(kernel: Kernel) -> tuple[Forward, Backward]:
 
 
 def _packed(
-    kernel: Kernel,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    needs: Needs,
+    kernel: Kernel, inputs: Inputs, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
+    query, key, value = inputs
     rows, key_rows, padding = _rows_and_padding(query, key, call)
     query = formats.pad_sequences(query, rows)
     key, value = (formats.pad_sequences(x, key_rows) for x in (key, value))
     padded = (query.shape[0], query.shape[1])
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    out, saved = _masked(kernel, query, key, value, padding, call, needs)
+    inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    out, saved = _masked(kernel, inputs, padding, call, needs)
     if saved is not None:
         maps = (
             *(rows.token, rows.is_padding),
@@ -159,16 +153,14 @@ def score_inputs(
     query: torch.Tensor, key: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, Mask, torch.Tensor | None]:
     """What the scores of a call are made of: query, key, mask and bias of a `Kernel`."""
-    qkv_format, padding = call.shape.qkv_format, None
+    qkv_format = call.shape.qkv_format
     if qkv_format == "thd":
         rows, key_rows, padding = _rows_and_padding(query, key, call)
         query = formats.pad_sequences(query, rows).transpose(1, 2)
         key = formats.pad_sequences(key, key_rows).transpose(1, 2)
-    else:
-        query, key = (formats.heads_first(x, qkv_format) for x in (query, key))
-        if call.shape.rule.type.padding:
-            padding = padding_of(call, query.shape[0], query.shape[2], key.shape[2])
-    return query, key, *_mask_and_bias(query, key, padding, call)
+        return query, key, *_mask_and_bias(query, key, padding, call)
+    query, key = (formats.heads_first(x, qkv_format) for x in (query, key))
+    return query, key, *_mask_and_bias(query, key, _padding(query, key, call), call)
 
 
 def dense_parts(kernel: KernelParts) -> Parts:
@@ -215,6 +207,13 @@ def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> forma
     return formats.packed_rows(x.shape[0], cu_seqlens, padded, sequences.longest)
 
 
+def _padding(query: torch.Tensor, key: torch.Tensor, call: Call) -> Padding | None:
+    """The padding of a call in sbhd or bshd, whose query and key have the shapes of a `Kernel`."""
+    if not call.shape.rule.type.padding:
+        return None
+    return padding_of(call, query.shape[0], query.shape[2], key.shape[2])
+
+
 def padding_of(call: Call, batch: int, queries: int, keys: int) -> Padding:
     """The padding of sbhd and bshd, from lengths if there are any, else from masks."""
     ends_q, ends_kv = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
@@ -241,17 +240,11 @@ def padding_of(call: Call, batch: int, queries: int, keys: int) -> Padding:
 
 
 def _masked(
-    kernel: Kernel,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    padding: Padding | None,
-    call: Call,
-    needs: Needs,
+    kernel: Kernel, inputs: Inputs, padding: Padding | None, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """The kernel's forward, in `[batch, heads, sequence, size]`, with its mask and bias."""
-    mask, bias = _mask_and_bias(query, key, padding, call)
-    return kernel.forward(query, key, value, mask, bias, call.sink.offset, call, needs)
+    mask, bias = _mask_and_bias(inputs[0], inputs[1], padding, call)
+    return kernel.forward(inputs, mask, bias, call, needs)
 
 
 def _mask_and_bias(

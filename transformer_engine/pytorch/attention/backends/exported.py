@@ -11,6 +11,7 @@ from torch.nn.functional import pad, softmax
 from transformer_engine.pytorch.attention.backends.backend import (
     NO_BACKWARD,
     Gradients,
+    Inputs,
     Needs,
     Saved,
 )
@@ -20,16 +21,10 @@ from transformer_engine.pytorch.attention.masks.masks import Mask
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    call: Call,
-    needs: Needs,
+    inputs: Inputs, mask: Mask, bias: torch.Tensor | None, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, None]:
     """softmax(scale * query @ key^T + bias) @ value; calls with dropout do not come here."""
+    (query, key, value), sink = inputs, call.sink.offset
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
         key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -146,12 +146,7 @@ class Kernels:
         self._forward_of_packed, self._backward_of_packed = varlen(packed)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: Call,
-        needs: Needs,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
     ) -> tuple[torch.Tensor, Saved | None]:
         """See `backends/__init__.py`."""
         if call.shape.rule.type.padding:
@@ -171,9 +166,7 @@ class Kernels:
 
     def _packed_forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
         query_side: Side,
         key_side: Side,
         call: Call,
@@ -185,14 +178,10 @@ class Kernels:
             "max_seqlen_q": query_side.longest,
             "max_seqlen_k": key_side.longest,
         }
-        return self._run((query, key, value), sequences, call, needs)
+        return self._run(inputs, sequences, call, needs)
 
     def _run(
-        self,
-        inputs: tuple[torch.Tensor, ...],
-        sequences: dict[str, Any],
-        call: Call,
-        needs: Needs,
+        self, inputs: Sequence[torch.Tensor], sequences: dict[str, Any], call: Call, needs: Needs
     ) -> tuple[torch.Tensor, Saved | None]:
         """Call the package.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.backends.backend import Gradients, Inputs, Needs, Saved
 from transformer_engine.pytorch.attention.backends.dense import Kernel
 from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
 from transformer_engine.pytorch.attention.core.call import Call
@@ -21,17 +21,10 @@ from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    call: Call,
-    needs: Needs,
+    inputs: Inputs, mask: Mask, bias: torch.Tensor | None, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `dense.Kernel`."""
-    casts = call.casts
+    (query, key, value), casts, sink = inputs, call.casts, call.sink.offset
     weights = _softmax(scaled_product(query, key, call), mask, bias, sink)
     factor = weights if sink is None else weights[..., : key.shape[2]]
     if factor.dtype is not query.dtype:

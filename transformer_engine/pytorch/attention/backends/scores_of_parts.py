@@ -19,6 +19,7 @@ import torch
 
 from transformer_engine.pytorch.attention.backends.backend import (
     Gradients,
+    Inputs,
     KernelParts,
     Needs,
     Saved,
@@ -43,17 +44,10 @@ class _Rest(NamedTuple):
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    call: Call,
-    needs: Needs,
+    inputs: Inputs, mask: Mask, bias: torch.Tensor | None, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `dense.Kernel`."""
-    assert sink is None, "a part has none"
+    query, key, value = inputs
     hidden = mask.dense(query.shape[2], key.shape[2], query.device)
     rest = _Rest(bias, hidden, None)
     scores = _scores(query, key, rest, call)

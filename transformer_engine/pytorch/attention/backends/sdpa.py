@@ -27,6 +27,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     SOMETHING,
     Backend,
     Gradients,
+    Inputs,
     KernelParts,
     Needs,
     Requirement,
@@ -35,7 +36,6 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.dense import Kernel, dense, dense_parts
 from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
     Arguments,
-    Inputs,
     SdpaKernel,
     kernel_of,
     sum_repeated,
@@ -69,17 +69,11 @@ class _Facts(NamedTuple):
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    call: Call,
-    needs: Needs,
+    inputs: Inputs, mask: Mask, bias: torch.Tensor | None, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """softmax(scale * query @ key^T) @ value, over the keys that the mask lets through."""
-    assert bias is None and sink is None, "the table of requirements refuses them"
+    assert bias is None, "the table of requirements refuses it"
+    query, key, value = inputs
     seen = blind = None
     groups = key.shape[1]
     per_group = query.shape[1] // max(1, groups)

@@ -23,10 +23,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from transformer_engine.pytorch._torch_private import choose_sdpa
-from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.backends.backend import Gradients, Inputs, Needs, Saved
 from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Arguments(NamedTuple):

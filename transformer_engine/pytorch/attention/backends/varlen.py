@@ -56,7 +56,7 @@ class VarlenKernel(NamedTuple):
     """Attention of packed sequences, as a pair of functions.
 
     Attributes:
-        forward: `forward(query, key, value, query_side, key_side, call, needs) -> out, Saved or
+        forward: `forward((query, key, value), query_side, key_side, call, needs) -> out, Saved or
             None`. query is `[tokens, heads, size]`, key and value are `[tokens, groups, size]`; the
             sides are a `Side` each. The result is `[tokens, heads, size of value]`; rows of no
             sequence may hold anything.
@@ -80,7 +80,7 @@ def varlen(kernel: VarlenKernel) -> tuple[Forward, Backward]:
             _together(x, side, call.shape.qkv_format)
             for x, side in zip((query, key, value), sides, strict=True)
         ]
-        out, saved = kernel.forward(*packed, query_side, key_side, call, needs)
+        out, saved = kernel.forward(packed, query_side, key_side, call, needs)
         out = out.masked_fill(query_side.outside[:, None, None], 0)
         if query_side.maps is not None:
             out = formats.move_rows(out, query_side.maps.reversed())
