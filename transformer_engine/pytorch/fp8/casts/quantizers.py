@@ -313,8 +313,6 @@ class Fp8Quantizer(Quantizer):
 
 
 IDENTITY = IdentityQuantizer()
-
-
 SIX = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
 
 
