@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_amax_reduction runs."""
+"""Scenarios that every rank of distributed/test_amax_reduction runs."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
 
 
 def _scales(rank: int, recipe: DelayedScaling, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Of input and gradient after one step with amaxes that differ between the ranks."""
+    """Returns the scales of input and gradient after one step; amaxes differ between the ranks."""
     layer = te.Linear(16, 16, device=here(), init_method=torch.nn.init.ones_)
     x = torch.zeros(16, 16, device=here())
     x[0, 0] = float(rank + 1)
@@ -21,7 +21,7 @@ def _scales(rank: int, recipe: DelayedScaling, group: dist.ProcessGroup) -> tupl
 
 
 def scales_of_a_group(rank: int) -> list[tuple[float, float]]:
-    """With amaxes of the group, and with the rank's own."""
+    """Returns the scales with amaxes reduced over the group, and with amaxes of this rank alone."""
     group = dist.new_group([0, 1])
     recipes = [DelayedScaling(amax_history_len=4, reduce_amax=reduce) for reduce in (True, False)]
     return [_scales(rank, recipe, group) for recipe in recipes]

@@ -1,4 +1,4 @@
-"""What runs give, or what went wrong in them: the ranks go on together with the next one."""
+"""Runs scenarios and returns failures as text, so that all ranks continue with the next one."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def attempt(run: Callable[..., Any], *arguments: Any) -> Any:
-    """What it gives, or the text of what it raised."""
+    """Returns the result of `run`, or the traceback of the exception that it raised."""
     try:
         return run(*arguments)
     except Exception:
@@ -14,7 +14,7 @@ def attempt(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def failures(scenarios: Mapping[str, Callable[[int], object]], rank: int) -> dict[str, str]:
-    """What each scenario raised on a rank, by name; empty where that is nothing."""
+    """Returns for each scenario the traceback of its exception on this rank, "" where it passed."""
 
     def passed(run: Callable[[int], object]) -> str:
         run(rank)

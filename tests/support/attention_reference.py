@@ -1,4 +1,4 @@
-"""Attention from its definition, one score at a time where that is clearer, in float64."""
+"""Attention in float64, computed from its definition. Masks and ALiBi go through single scores."""
 
 import math
 from functools import cache
@@ -17,7 +17,7 @@ MASK_TYPES = (
 
 
 def sees(mask_type, window, i, j, real_queries, real_keys):
-    """Whether query i of a sequence sees key j, by the words of the documentation."""
+    """Whether query i of a sequence sees key j, as the documentation of the mask types says."""
     if "padding" in mask_type and (i >= real_queries or j >= real_keys):
         return False
     top_left = mask_type in ("causal", "padding_causal")
@@ -30,7 +30,7 @@ def sees(mask_type, window, i, j, real_queries, real_keys):
 
 @cache
 def _seen(mask_type, window, queries, keys, real_queries, real_keys):
-    """One sequence of `seen_keys`, as nested lists."""
+    """Returns the mask of one sequence for `seen_keys`, as nested lists."""
     return [
         [sees(mask_type, window, i, j, real_queries, real_keys) for j in range(keys)]
         for i in range(queries)
@@ -38,9 +38,10 @@ def _seen(mask_type, window, queries, keys, real_queries, real_keys):
 
 
 def seen_keys(mask_type, window, queries, keys, lengths, arbitrary=None):
-    """Bool `[batch, 1, queries, keys]` (True = seen); `lengths` = one pair per sequence.
+    """Bool `[batch, 1, queries, keys]`, True where a query sees a key.
 
-    Only padding types look at the lengths: others take whole sequences.
+    `lengths` holds one pair of real queries and real keys per sequence. Only padding mask types
+    read it; with other types all tokens are real.
     """
     padded = "padding" in mask_type
     whole = (queries, keys)
@@ -62,7 +63,7 @@ def _distances(queries, keys, real_queries, real_keys):
 
 
 def alibi(slopes, queries, keys, lengths):
-    """Bias `[batch, heads, queries, keys]`; `lengths` = pairs of real queries and real keys."""
+    """Bias `[batch, heads, queries, keys]`; `lengths` holds pairs of real queries and real keys."""
     distances = [_distances(queries, keys, *real) for real in lengths]
     distance = torch.tensor(distances, dtype=torch.float64).view(len(lengths), 1, queries, keys)
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
@@ -71,9 +72,10 @@ def alibi(slopes, queries, keys, lengths):
 def attention(
     query, key, value, seen, scale=None, pre_bias=None, post_bias=None, dropout_mask=None
 ):
-    """`[batch, queries, heads, size]` in, `[batch, queries, heads, size of value]` out, float64.
+    """Attention of `[batch, queries, heads, size]`, in float64.
 
-    `dropout_mask` is what dropout multiplies the weights with.
+    The result is `[batch, queries, heads, size of value]`. Dropout multiplies the softmax weights
+    by `dropout_mask`.
     """
     query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
     per_group = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""What each rank of test_benchmarks runs: trainings of two GPUs, as their dry run has them."""
+"""What each rank of test_benchmarks runs: the dry run of the benchmark that trains on two GPUs."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from training_steps import OneGpu, Row
 
 
 def dry_run(number: int, model: str, precision: str) -> tuple[list[dict[str, Any]], float]:
-    """The rows of this rank, and the loss of one process that trains on what both train on."""
-    STEPS.update(loops=2, calls=3, warmup=2)  # of the eight whose losses count
+    """Returns the rows of this rank, and the loss of one process that trains on all data."""
+    STEPS.update(loops=2, calls=3, warmup=2)  # two of the eight loops whose losses count
     rank, sizes = Rank(number, "training_ranks", dry=True), TINY[model]
     measure(rank, model, options_of(["--precisions", precision]))
     batch = rank.count * sequences(sizes, rank)

@@ -1,4 +1,4 @@
-"""Block scaling in torch's own words, to judge ours by."""
+"""Reference for block scaling, written with torch operations."""
 
 import fp8_reference as fp8
 import torch
@@ -7,7 +7,7 @@ BLOCK = 128
 
 
 def _tiles(matrix: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """`[row blocks, rows of one, column blocks, columns of one]`, padded with zeros."""
+    """`[row blocks, rows per block, column blocks, columns per block]`, padded with zeros."""
     height = 1 if dimensions == 1 else BLOCK
     rows, cols = matrix.shape
     padded = torch.nn.functional.pad(matrix, (0, -cols % BLOCK, 0, -rows % height))
@@ -17,7 +17,7 @@ def _tiles(matrix: torch.Tensor, dimensions: int) -> torch.Tensor:
 def scales(
     x: torch.Tensor, dimensions: int, format: int, power_of_2: bool, epsilon: float = 0.0
 ) -> torch.Tensor:
-    """fp32 scale of every block of a matrix: `[row blocks, column blocks]`."""
+    """Returns the fp32 scale of every block of a matrix, `[row blocks, column blocks]`."""
     magnitudes = _tiles(x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf), dimensions)
     amax = magnitudes.amax(dim=(1, 3)).clamp(min=epsilon)
     scale = torch.tensor(fp8.LARGEST[format]) / amax
@@ -29,14 +29,18 @@ def scales(
 
 
 def spread(per_block: torch.Tensor, shape: tuple[int, int], dimensions: int) -> torch.Tensor:
-    """Every element's value of its block."""
+    """Returns a matrix of `shape` in which every element has the value of its block."""
     if dimensions == 2:
         per_block = per_block.repeat_interleave(BLOCK, 0)
     return per_block.repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
 
 
 def stored(per_block: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """The layout that products read: columns first for 1 x 128, then rows padded to 4 with zero."""
+    """The layout that GEMMs read.
+
+    The scales of 1 x 128 blocks are transposed. Then rows are padded with zeros to a multiple of
+    four.
+    """
     per_block = per_block.t() if dimensions == 1 else per_block
     return torch.nn.functional.pad(per_block, (0, -per_block.shape[1] % 4)).contiguous()
 

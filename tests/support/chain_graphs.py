@@ -1,4 +1,4 @@
-"""Graphs that Dynamo makes of layers, and the operators of chains in them."""
+"""Finds the operators of chains in the graphs that Dynamo makes of layers."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 
 
 class ChainGraphs:
-    """A backend that looks at the graphs that it gets.
+    """A Dynamo backend that records the operators of each graph, and compiles with aot_eager.
 
     Attributes:
-        keys: for each graph, the keys of the operators of its chains.
-        others: how many other operators of this package the last one has.
+        keys: for each graph, the keys of the chain operators in it.
+        others: number of other operators of this package in the last graph.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class ChainGraphs:
 
     @property
     def chains(self) -> int:
-        """Operators of chains in the last graph."""
+        """Number of chain operators in the last graph."""
         return len(self.keys[-1]) if self.keys else 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:

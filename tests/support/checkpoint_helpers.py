@@ -1,4 +1,4 @@
-"""What the tests of checkpointing share."""
+"""Modules, ways to checkpoint and a reader of scaling state for the tests of checkpointing."""
 
 import weakref
 from collections.abc import Callable
@@ -23,7 +23,10 @@ Wrap = Callable[..., Any]
 
 
 def deepspeed_checkpoint(function: Wrap, *args: Any) -> Any:
-    """As DeepSpeed's `non_reentrant_checkpoint`, whose hooks have these names and variables."""
+    """Does what DeepSpeed's `non_reentrant_checkpoint` does, with its names of hooks and variables.
+
+    Recompute regions recognise DeepSpeed's hooks by these names.
+    """
 
     class Holder:
         pass
@@ -80,7 +83,7 @@ def uncheckpointed(function: Wrap, *args: Any, **kwargs: Any) -> Any:
 
 
 def states(modules: nn.Module) -> list[torch.Tensor]:
-    """Scales and histories, after what compiled code has put off."""
+    """Returns scales and amax histories, after updates that compiled code has deferred."""
     with te.fp8_autocast():
         pass
     scaling = (state for m in modules.modules() for state in getattr(m, "scaling", {}).values())

@@ -13,7 +13,7 @@ def _inputs(rank: int) -> torch.Tensor:
 
 
 def _gradients(rank: int, reentrant: bool, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Of the weight; what is multiplied is what was kept of the input."""
+    """Returns the weight gradient, which is ones @ the input that the checkpoint saved."""
     layer = te.Linear(16, 16, bias=False, device=here(), params_dtype=torch.float32)
     x = _inputs(rank).requires_grad_()
     y = te.checkpoint(
@@ -28,14 +28,14 @@ def _gradients(rank: int, reentrant: bool, tp_group: dist.ProcessGroup | None) -
 
 
 def expected(first: int, second: int) -> torch.Tensor:
-    """The same gradients, where halves are kept by these ranks."""
+    """The gradients if `first` saved the first half of the input, and `second` the second half."""
     parts = [_inputs(rank).flatten() for rank in (first, second)]
     x = torch.cat([parts[0][:120], parts[1][120:]]).view(15, 16)
     return torch.ones(16, 15) @ x
 
 
 def kept_parts(rank: int) -> dict[str, torch.Tensor]:
-    """Gradients that show which part of the input each rank has kept."""
+    """Returns weight gradients, which show the part of the input that each rank has saved."""
     group = dist.new_group([0, 1])
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     return {

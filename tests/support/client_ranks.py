@@ -1,6 +1,6 @@
-"""Trainers of others on two ranks: lightning, accelerate, and the Trainer of transformers.
+"""Trains on two ranks with lightning, accelerate, and the Trainer of transformers.
 
-Each rank trains with a rank's rows of every batch; `losses` are means over both.
+Each rank trains with its half of the rows of every batch; losses are means over both ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ HIDDEN, ROWS, STEPS = 32, 32, 4
 
 
 class Block(nn.Module):
-    """A norm and a perceptron around which rows go."""
+    """A LayerNormMLP with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def model() -> nn.Sequential:
 
 
 def rows(step: int) -> torch.Tensor:
-    """Of both ranks."""
+    """Returns the rows of both ranks."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, HIDDEN, generator=generator).to(here())
 
@@ -60,7 +60,7 @@ def both(loss: torch.Tensor) -> float:
 
 
 def check(net: nn.Module, kind: str) -> None:
-    """The trainer has wrapped the model as it was asked."""
+    """Asserts that the trainer has wrapped the model in the way that it was asked for."""
     sharded = all(isinstance(p, DTensor) for p in net.parameters())
     replicated = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in net.modules())
     assert (sharded, replicated) == (kind == "FSDP2", kind == "DDP"), kind
@@ -74,7 +74,7 @@ def losses_of(
     batch: Callable[[int], torch.Tensor] = own,
     mean: Callable[[torch.Tensor], float] = both,
 ) -> list[float]:
-    """Of some steps with these batches."""
+    """Trains for some steps and returns their losses."""
     losses = []
     for step in range(STEPS):
         loss = loss_of(net, batch(step), fp8)
@@ -86,14 +86,14 @@ def losses_of(
 
 
 def by_hand(fp8: bool) -> list[float]:
-    """One process with the rows of both ranks."""
+    """Trains in one process with the rows of both ranks."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     return losses_of(net, optimizer, fp8, torch.Tensor.backward, rows, torch.Tensor.item)
 
 
 def lightning(kind: str, fp8: bool) -> list[float]:
-    """Through `Fabric`, which finds the ranks in the environment as torchrun has started them."""
+    """Trains with `Fabric`, which reads the ranks from torchrun's environment variables."""
     import lightning as lightning_
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -121,7 +121,7 @@ def lightning(kind: str, fp8: bool) -> list[float]:
 
 
 def sharding() -> Any:
-    """accelerate's settings of `fully_shard`, block by block."""
+    """Settings with which accelerate applies `fully_shard` to each block."""
     from accelerate import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
@@ -133,7 +133,7 @@ def sharding() -> Any:
 
 
 def shard_on_cpus(accelerator: Any, plugin: Any) -> None:
-    """accelerate shards on GPUs alone, though all that it calls for it runs on CPUs, too."""
+    """Makes accelerate shard on CPUs, which its code can do although it enables only GPUs."""
     from accelerate.utils import DistributedType
 
     if plugin is not None and here().type == "cpu":
@@ -142,7 +142,7 @@ def shard_on_cpus(accelerator: Any, plugin: Any) -> None:
 
 
 def accelerate(kind: str, fp8: bool) -> list[float]:
-    """Through `Accelerator`."""
+    """Trains with `Accelerator`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -160,7 +160,7 @@ def accelerate(kind: str, fp8: bool) -> list[float]:
 
 
 def trainer(fp8: bool) -> list[float]:
-    """Through the Trainer of transformers, behind `fully_shard`."""
+    """Trains with the Trainer of transformers, which applies `fully_shard`."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
 
@@ -225,13 +225,13 @@ RUNS: dict[str, Callable[[bool], list[float]]] = {
 
 
 def _with(expected: list[float], run: Callable[[bool], list[float]], fp8: bool) -> Any:
-    with patch.dict(os.environ):  # a plugin or a trainer writes what the next one would read
+    with patch.dict(os.environ):  # restores variables that a trainer sets
         return run(fp8), expected
 
 
 def trained(rank: int, names: list[str]) -> dict[str, Any]:
-    """Losses through each trainer, by hand, or what went wrong, by name and precision."""
-    warnings.simplefilter("ignore")  # these libraries have many to give
+    """Returns for each trainer and precision its losses and those by hand, or a traceback."""
+    warnings.simplefilter("ignore")  # these libraries emit many
     started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     started |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "none"}
     os.environ |= {name: str(value) for name, value in started.items()}

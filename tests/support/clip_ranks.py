@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_clip runs: norms and steps of what ranks share."""
+"""What each rank of distributed/test_clip runs: norms and steps of distributed gradients."""
 
 import copy
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam, clip_factor
 
-# Some ranks have nothing of the first, and others less than their neighbours.
+# With the first shape, some ranks have no element; with others, some have fewer than the rest.
 SHAPES = ((1, 3), (5, 4), (64, 300))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -31,7 +31,7 @@ def _mesh() -> DeviceMesh:
 
 
 def _whole() -> Iterator[torch.Tensor]:
-    """Equal on all ranks."""
+    """Yields gradients that are equal on all ranks."""
     generator = torch.Generator().manual_seed(3)
     for shape, dtype in product(SHAPES, DTYPES):
         yield torch.randn(shape, generator=generator).to(here(), dtype)
@@ -63,23 +63,23 @@ def _agrees(parameters: Any, expected: float, **options: Any) -> None:
 
 
 def placements(rank: int) -> None:
-    """What is cut along a dimension of the mesh counts together, what is replicated once."""
+    """Shards along a dimension of the mesh add up to one norm; replicas count once."""
     mesh, whole, cut = _mesh(), [], []
     for one in _whole():
         for placed in product((Shard(0), Shard(1), Replicate()), repeat=2):
             whole.append(one)
             cut.append(_with(distribute_tensor(one, mesh, placed)))
         whole.append(one)
-        cut.append(_with(one.clone()))  # beside them a plain one, equal on all ranks
+        cut.append(_with(one.clone()))  # also a plain tensor, equal on all ranks
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
         _agrees(cut, _norm(whole))
-    dtypes = 2  # those of the kernel together, and fp64
+    dtypes = 2  # one collective for the dtypes of the kernel, another for fp64
     assert reduce.call_count == dtypes * sum(size > 1 for size in mesh.shape)
     assert rank == 0 or not cut[0].grad.to_local().numel()
 
 
 def summands(rank: int) -> None:
-    """Of which no rank has a value of the whole are summed first."""
+    """Gradients with Partial placements are summed over the ranks before the norm."""
     mesh, whole, cut = _mesh(), [], []
     for one in list(_whole())[::3]:
         for placed in ((Partial(), Replicate()), (Shard(0), Partial()), (Partial("avg"), Shard(1))):
@@ -98,7 +98,7 @@ def summands(rank: int) -> None:
 
 
 def under_way(rank: int) -> None:
-    """Gradients that are still being sent are waited for."""
+    """`clip_factor` waits for gradients whose collective has not finished."""
     whole = torch.full((4, 4), 2.0, device=here())
     cut = distribute_tensor(whole, _mesh(), [Shard(0), Shard(0)])
     sent = cut.redistribute(placements=[Replicate(), Replicate()], async_op=True)
@@ -107,7 +107,7 @@ def under_way(rank: int) -> None:
 
 
 def replicas_of_shards(rank: int) -> None:
-    """`fully_shard` over two dimensions: one collective, over the ranks of a replica."""
+    """With `fully_shard` on a 2D mesh there is one collective, over the ranks of one replica."""
     torch.manual_seed(0)
     model = nn.Sequential(*(te.Linear(24, 24, device=here()) for _ in range(2)))
     for part in (*model, model):
@@ -124,7 +124,7 @@ def replicas_of_shards(rank: int) -> None:
 
 
 def shared_layers(rank: int) -> None:
-    """Parts of tensor parallel ranks count together, what they replicate once."""
+    """Parts of tensor-parallel ranks add up to one norm; replicated parameters count once."""
     group, size = dist.group.WORLD, dist.get_world_size()
     whole, own = [], []
     for number, one in enumerate(_whole()):
@@ -134,7 +134,7 @@ def shared_layers(rank: int) -> None:
             own[-1] = _with(one.tensor_split(size)[rank].clone())
             own[-1].tensor_model_parallel = True
         else:
-            own[-1].grad += rank * 1e-3 * own[-1].grad  # as far apart as rounding makes them
+            own[-1].grad += rank * 1e-3 * own[-1].grad  # as far apart as rounding makes replicas
     _agrees(own, _norm(whole), tp_group=group)
     replicated = [parameter for parameter in own if not hasattr(parameter, "tensor_model_parallel")]
     _agrees(replicated, _norm(whole[::2]), tp_group=group)
@@ -146,7 +146,7 @@ def shared_layers(rank: int) -> None:
 
 
 def shared_layers_that_are_cut_again(rank: int) -> None:
-    """By `fully_shard`, over the other dimension of the mesh."""
+    """Tensor-parallel layers that `fully_shard` shards over the other dimension of the mesh."""
     mesh = _mesh()
     torch.manual_seed(1)
     alone = te.LayerNormMLP(32, 64, device=here())
@@ -171,7 +171,7 @@ def shared_layers_that_are_cut_again(rank: int) -> None:
 
 
 def layers_of_torch_that_are_cut_again(rank: int) -> None:
-    """Shared by torch's tensor parallelism: placements say all, with the group or without."""
+    """Layers of torch's tensor parallelism: placements say all, with and without `tp_group`."""
     mesh = _mesh()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, 24), nn.Linear(24, 12)).to(here())
@@ -187,7 +187,7 @@ def layers_of_torch_that_are_cut_again(rank: int) -> None:
 
 
 def steps(rank: int) -> None:
-    """Of parameters that are cut, also with gradients that ranks have in another way."""
+    """Steps of sharded parameters, also with gradients that have other placements."""
     mesh, size = _mesh(), dist.get_world_size()
     placed = [(Shard(0), Shard(0)), (Replicate(), Shard(1)), (Replicate(), Replicate())]
     ways: list[dict[str, Any]] = [{}, {"capturable": True}, {"exp_avg_dtype": torch.bfloat16}]
@@ -211,7 +211,7 @@ def steps(rank: int) -> None:
 
 
 class _Tied(nn.Module):
-    """Two layers that have one MLP, beside modules that ranks do not share."""
+    """Two branches that share one MLP, beside modules that ranks do not share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,12 +224,15 @@ class _Tied(nn.Module):
 
 
 def gradients_of_own_tokens(rank: int) -> None:
-    """Are summed once each, `main_grad` before `grad`, by one collective for each dtype."""
+    """All-reduces each gradient of sequence-parallel parameters once, in one collective per dtype.
+
+    Where a parameter has `main_grad`, that is reduced, not `grad`.
+    """
     model = _Tied()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     model.norm.bias.main_grad = torch.full_like(model.norm.bias, 2.0 * rank, dtype=torch.float64)
-    model.norm.weight.grad = model.norm.weight.grad.expand(3, -1).t()[:, 1]  # with gaps
+    model.norm.weight.grad = model.norm.weight.grad.expand(3, -1).t()[:, 1]  # not contiguous
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
         te.all_reduce_sequence_parallel_grads(model)
     assert reduce.call_count == 2
@@ -241,7 +244,7 @@ def gradients_of_own_tokens(rank: int) -> None:
     assert model.norm.bias.main_grad.eq(2.0 * (summed - size)).all()
     for other in (model.norm.bias, model.plain.weight, mlp.fc1_weight, mlp.fc1_bias):
         assert other.grad.eq(rank + 1.0).all()
-    assert model.parts[1][0].weight.grad.eq(rank + 1.0).all()  # nothing says that it is shared
+    assert model.parts[1][0].weight.grad.eq(rank + 1.0).all()  # not marked as sequence-parallel
 
 
 SCENARIOS = {
@@ -261,5 +264,5 @@ SCENARIOS = {
 
 
 def scenarios(rank: int) -> dict[str, str]:
-    """What each of them found wrong."""
+    """Returns for each scenario the traceback of its failure, "" where it passed."""
     return failures(SCENARIOS, rank)

@@ -1,4 +1,4 @@
-"""What tests ask of compiled graphs: what they call, and what they keep."""
+"""Counts the operators of compiled graphs, and the bytes that they save for the backward."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def compiled(backend: str = "aot_eager") -> Wrap:
 
 
 def operators(part: str, found: Counter[str]) -> Wrap:
-    """A compiler that counts what a part of the graph calls."""
+    """Returns a compiler that counts the operators that `part` of the graph calls."""
 
     def compile(graph: torch.fx.GraphModule, _: Any) -> Wrap:
         for node in graph.graph.nodes:
@@ -31,7 +31,7 @@ def operators(part: str, found: Counter[str]) -> Wrap:
 
 
 def saved_and_run(call: Wrap, x: torch.Tensor, recipe: str) -> tuple[int, Counter[str]]:
-    """Bytes that a compiled step keeps, and the operators of its two graphs."""
+    """Returns the bytes that a compiled step saves, and the operators of its two graphs."""
     torch._dynamo.reset()
     found: Counter[str] = Counter()
     backend = aot_autograd(

@@ -1,4 +1,4 @@
-"""Context parallel attention on the ranks of a group, beside attention of whole sequences."""
+"""Compares context-parallel attention on a group of ranks with attention of whole sequences."""
 
 from dataclasses import dataclass, replace
 
@@ -40,14 +40,14 @@ class Case:
 
 @dataclass
 class Problem:
-    """A call of whole sequences.
+    """A call of attention on whole sequences.
 
     Attributes:
         inputs: query, key and value.
-        arguments: of the call, that are the same on all ranks.
-        rows: arguments with the queries of a rank: masks and biases.
-        masks: masks of padding, with the tokens of a rank.
-        starts: of thd, where sequences begin in memory, of queries.
+        arguments: arguments of the call that are equal on all ranks.
+        rows: arguments that are sharded along the queries: the arbitrary mask and the bias.
+        masks: padding masks of queries and keys, sharded along the tokens.
+        starts: for thd, the offset in memory at which each sequence begins.
     """
 
     inputs: list
@@ -93,7 +93,7 @@ def problem_of(case, ranks):
         arguments |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
     if case.mask == "arbitrary":
         mask = torch.rand(BATCH, 1, TOKENS, case.keys, generator=generator) < 0.4
-        mask[:, :, 5] = True  # a query that sees nothing
+        mask[:, :, 5] = True  # this query sees no key
         rows["attention_mask"] = mask
     if case.bias == "alibi":
         arguments["core_attention_bias_type"] = "alibi"
@@ -129,7 +129,7 @@ def module_of(case):
 
 
 def run(module, inputs, arguments, grad, case):
-    """Result and gradients of inputs, bias and sink."""
+    """Returns the result, and the gradients of inputs, bias and sink."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     bias = arguments.get("core_attention_bias")
     if bias is not None:
@@ -146,7 +146,7 @@ def run(module, inputs, arguments, grad, case):
 
 
 def groups_of(case, size):
-    """`cp_group`, for `a2a+p2p` pairs of neighbours."""
+    """Returns `cp_group`: for "a2a+p2p", the groups of neighbouring pairs and of rings."""
     if case.comm != "a2a+p2p":
         return dist.group.WORLD
     rank, pairs = dist.get_rank(), size // 2
@@ -156,7 +156,7 @@ def groups_of(case, size):
 
 
 def errors(case, group):
-    """Of each result, how far it is from that of whole sequences in fp32, relative to its norm."""
+    """Returns the error of each result, relative to the norm of the result on whole sequences."""
     whole = problem_of(case, dist.get_world_size())
     exact = replace(case, dtype=torch.float32, checkpoint=False)
     arguments = {**whole.arguments, **{name: _exact(x) for name, x in whole.rows.items()}}
@@ -198,7 +198,7 @@ def _exact(x):
 
 
 def outcomes(rank, cases):
-    """The errors of all cases, or what was raised."""
+    """Returns the errors of each case, or the text of the exception that it raised."""
     size = dist.get_world_size()
     made, found = {}, {}
     for case in cases:

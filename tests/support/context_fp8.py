@@ -1,4 +1,4 @@
-"""Attention in FP8 of ranks that share sequences, beside its definition and that of one process."""
+"""Compares context-parallel attention in FP8 with its definition, and with that of one process."""
 
 import os
 from unittest.mock import patch
@@ -26,11 +26,11 @@ COLUMNS = {
     "grad_product": (BACKWARD, casts._GRAD_PRODUCT),
     "grad_qkv": (BACKWARD, casts._GRAD_QKV),
 }
-STEPS = 2  # the first has scales of 1
+STEPS = 2  # the scales of the first step are 1
 
 
 def in_fp8(module, group=None, **settings):
-    """The module as a function, in an autocast."""
+    """Returns a function that calls the module in an autocast."""
 
     def call(*inputs, **arguments):
         with te.fp8_autocast(fp8_recipe=RECIPE, fp8_group=group, **settings):
@@ -41,7 +41,7 @@ def in_fp8(module, group=None, **settings):
 
 
 def read(module, name, row=None):
-    """The scale of a kind of cast, which begins as 1, or a row of its amax history."""
+    """Returns the scale of a kind of cast (1 before the first step), or an amax of its history."""
     direction, column = COLUMNS[name]
     state = module.scaling.get(direction)
     if state is None:
@@ -50,7 +50,7 @@ def read(module, name, row=None):
 
 
 class Whole:
-    """Whole sequences of a case, by the definition of attention in FP8."""
+    """The whole sequences of a case, and the definition of FP8 attention on them."""
 
     def __init__(self, case):
         self.case, size = case, dist.get_world_size()
@@ -60,9 +60,9 @@ class Whole:
         self.parts = {"all_gather": 1, "p2p": size, "a2a+p2p": size // 2}[case.comm]
 
     def sequences(self):
-        """Of each sequence: its tokens, as an index of tensors, and how many it has with padding.
+        """Returns for each sequence an index that selects its tokens, and its length with padding.
 
-        The tokens of `[batch, heads, ...]` come first after indexing.
+        Indexing gives `[tokens, heads, size]`.
         """
         if self.case.format != "thd":
             index = (lambda i: (slice(None), i)) if self.case.format == "sbhd" else lambda i: (i,)
@@ -75,7 +75,7 @@ class Whole:
         ]
 
     def step(self, number):
-        """Query, key, value and the gradient of the result; what is padding is zero."""
+        """Returns query, key, value and the gradient of the result; padding is zero."""
         generator = torch.Generator().manual_seed(number)
         found = []
         for shape in (*self.shapes, self.shapes[0]):
@@ -86,12 +86,12 @@ class Whole:
         return found[:3], found[3]
 
     def owners(self, tokens, length):
-        """The part that each key belongs to: the ring rank that has it."""
+        """Returns for each key the number of its part: the rank of the ring that holds the key."""
         chunks = torch.arange(tokens) * 2 * self.parts // length
         return torch.minimum(chunks, 2 * self.parts - 1 - chunks).to(here())
 
     def defined(self, inputs, grad, sink, found_casts):
-        """Result and gradients."""
+        """Returns result and gradients by the definition."""
         found = [torch.zeros_like(x) for x in (grad, *inputs)]
         sink_grad = []
         for place, length in self.sequences():
@@ -108,7 +108,7 @@ class Whole:
 
 
 def share_off(x, y):
-    """The share of elements that differ by more than a thousandth of their root mean square."""
+    """Returns the share of elements that differ by more than a thousandth of the RMS of `y`."""
     x, y = x.float(), y.float()
     return float(((x - y).abs() > 1e-3 * y.pow(2).mean().sqrt()).float().mean())
 
@@ -118,7 +118,7 @@ def relative(x, y):
 
 
 class Comparison:
-    """Attention of the ranks, of this process alone, and of this process in high precision."""
+    """Runs attention on the ranks, in this process alone, and in this process in high precision."""
 
     def __init__(self, case, group):
         self.case, self.group, self.whole = case, group, Whole(case)
@@ -138,7 +138,7 @@ class Comparison:
         return run(call, inputs, self.whole.arguments, grad.flatten(-2), self.case)
 
     def defined(self, inputs, grad, scales, skip=""):
-        """The tokens of this rank, and the amaxes."""
+        """Returns results and gradients of this rank's tokens by the definition, and the amaxes."""
         offset = getattr(self.shared, "softmax_offset", None)
         found_casts = definition.Casts(scales, skip)
         sink = None if offset is None else offset.detach().float()
@@ -146,7 +146,7 @@ class Comparison:
         return [self.cut(x) for x in found], found_casts.amaxes
 
     def step(self, number):
-        """What `compare` returns, of one step."""
+        """Returns an entry of `compare` for one step."""
         inputs, grad = self.whole.step(number)
         scales = {name: read(self.shared, name) for name in COLUMNS}
         own = [self.cut(x) for x in inputs], self.cut(grad)
@@ -170,22 +170,23 @@ class Comparison:
 
 
 def compare(case, group):
-    """Of each step, whose scales follow the amaxes:
+    """Returns for each step, with scales that delayed scaling computes from the amaxes:
 
     off: the largest share of elements of results and gradients that differ from the definition.
-    least: the smallest such share where the definition leaves out one of the casts.
-    amaxes: the largest error of an amax, relative to it.
-    errors: of results and gradients, from attention in high precision.
-    single: the same errors of attention in FP8 of one process.
-    scales: of query, key and value, and of the gradient of the result, here and in one process.
+    least: the smallest such share between the definition and the definition without one cast.
+    amaxes: the largest relative error of an amax.
+    errors: the errors of results and gradients against attention in high precision.
+    single: the same errors of FP8 attention in one process.
+    scales: the scales of query, key and value, and of the gradient of the result, on these ranks
+        and in one process.
     """
     comparison = Comparison(case, group)
     return [comparison.step(number) for number in range(STEPS)]
 
 
 def fp8_outcomes(rank, cases):
-    """`compare` of all cases, or what was raised."""
-    os.environ["NVTE_FUSED_ATTN"] = "0"  # one process rounds as ranks do, on a GPU, too
+    """Returns `compare` of each case, or the text of the exception that it raised."""
+    os.environ["NVTE_FUSED_ATTN"] = "0"  # one process rounds like ranks, on a GPU, too
     groups, found = {}, {}
     for case in cases:
         kind = case.comm == "a2a+p2p"
@@ -212,7 +213,7 @@ def leaves_and_grad(rank):
 
 
 def sent(rank):
-    """Elements and bytes of what a rank sends in forward and backward, by kind of communication."""
+    """Returns elements and bytes of the tensors that a rank sends, by kind of communication."""
     found = {}
     for comm, module, name in (
         ("p2p", exchange, "_exchange"),
@@ -229,9 +230,9 @@ def sent(rank):
 
 
 def calibrated(rank):
-    """The error of a calibrating call against one in high precision, and the amax that it leaves.
+    """Returns the error of a calibrating call against high precision, and the amax that it records.
 
-    The amax is that of query, key and value, beside what it should be.
+    The amax is that of query, key and value; the expected amax follows it.
     """
     found = {}
     for comm in ("p2p", "all_gather"):
@@ -247,7 +248,7 @@ def calibrated(rank):
 
 
 def recomputed(rank):
-    """Whether a region that is recomputed finds the same bits and amaxes, of two steps."""
+    """Whether two steps with a recompute region give the same bits and amaxes as without."""
     found = {}
     for comm in ("p2p", "all_gather"):
         tensors_of_both = []
@@ -269,7 +270,7 @@ def recomputed(rank):
 
 
 def own_scales(rank):
-    """What is said of ranks whose amaxes are not reduced together, also after a calibration."""
+    """Returns the errors of ranks whose amaxes are not reduced together, after a calibration."""
     alone = [dist.new_group([one]) for one in range(2)][rank]
     apart = DelayedScaling(fp8_dpa=True, reduce_amax=False)
     found = []
@@ -289,6 +290,6 @@ def own_scales(rank):
 
 
 def fp8_everything(rank, cases):
-    """These, and the outcomes of cases."""
+    """Returns the results of the scenarios above, and the outcomes of `cases`."""
     scenarios = (sent, calibrated, recomputed, own_scales)
     return fp8_outcomes(rank, cases) | {one.__name__: one(rank) for one in scenarios}

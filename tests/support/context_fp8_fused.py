@@ -1,6 +1,6 @@
-"""Attention in FP8 of ranks that share sequences, whose parts cuDNN computes.
+"""Context-parallel attention in FP8 whose parts cuDNN computes.
 
-On CPUs there are stand-ins for its kernels.
+On CPUs, `fake_cudnn_fp8` stands in for cuDNN's kernels.
 """
 
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
 from transformer_engine.pytorch.attention.context import codes, parts
 from transformer_engine.pytorch.distributed import shard_sequence
 
-# The last field is the type of softmax: a sink is merged with what cuDNN computes.
+# The last field is the softmax type. With "off-by-one" a sink is merged with cuDNN's result.
 CASES = [
     *[
         ("p2p", mask, qkv_format, "vanilla")
@@ -33,7 +33,7 @@ KERNELS = ("fp8_attention_forward", "attention_backward")
 
 
 def _cudnn_everywhere(stack):
-    """Choose cuDNN, and put stand-ins in the place of its kernels."""
+    """Chooses the cuDNN backend, and replaces its kernels by stand-ins."""
 
     def chosen(device, dtype, recorded, call):
         return cudnn_fp8.BACKEND if call.sink.type == "vanilla" else unfused.BACKEND
@@ -45,10 +45,10 @@ def _cudnn_everywhere(stack):
 
 
 def fused_outcomes(rank):
-    """Of each case and step: errors of ranks, those of one process, and whether scales are equal.
+    """Returns for each case and step: errors on ranks and in one process, and whether scales agree.
 
-    Errors are those of result and gradients, from attention in high precision. The last entry says
-    how many parts and calls cuDNN has computed.
+    Errors are those of result and gradients against attention in high precision. The last entry is
+    the number of parts and calls that cuDNN has computed.
     """
     alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     found, computed = {}, []
@@ -105,7 +105,7 @@ def _compare(case, alone):
 
 
 def _exact(mask, qkv_format, softmax):
-    """Attention by torch. A sink is a key and a value of zeros, which every query sees."""
+    """Returns attention in torch. The sink is a key and a value of zeros that every query sees."""
     sinks = int(softmax == "off-by-one")
 
     def heads_first(x):

@@ -1,4 +1,4 @@
-"""What two ranks that share sequences do beside one call of attention: layers, helpers, errors."""
+"""Scenarios of two context-parallel ranks beyond single calls: layers, helpers, errors."""
 
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,11 @@ def relative(x, y):
 
 
 def layers(rank):
-    """Errors of results, gradients of inputs and of all parameters, and whether one node ran."""
+    """Compares context-parallel layers with the layer on whole sequences.
+
+    Returns for each case the errors of the result and of all gradients, whether a call without
+    gradients gives the same result, and whether the layer ran as one autograd node.
+    """
     found = {}
     for qkv_format, kind, comm in CASES:
         torch.manual_seed(3)
@@ -63,7 +67,7 @@ def layers(rank):
         expected = [cut(out), cut(leaf.grad), *[p.grad for p in layer.parameters()]]
         layer.zero_grad()
         layer.set_context_parallel_group(world(), [0, 1], None, comm)
-        for _ in range(2):  # the second time from recordings
+        for _ in range(2):  # the second time from a recording
             layer.zero_grad()
             leaf, out = run(cut)
             out.backward(cut(grad))
@@ -73,7 +77,7 @@ def layers(rank):
         with torch.no_grad():
             alone = run(cut)[1]
         errors = [relative(a, b) for a, b in zip(results, expected, strict=True)]
-        # Biases of keys have no gradient but rounding.
+        # The exact gradient of a key bias is zero: only rounding errors are left.
         names = ["out", "grad", *[name for name, _ in layer.named_parameters()]]
         errors = {n: e for n, e in zip(names, errors, strict=True) if "key_bias" not in n}
         fused = [x.chain is not None for x in layer._fused.values()]
@@ -82,7 +86,7 @@ def layers(rank):
 
 
 def helpers(rank):
-    """What `shard_sequence` and `gather_sequence` give, and their gradients."""
+    """Returns the results of `shard_sequence` and `gather_sequence`, and their gradients."""
     whole = torch.arange(8.0, requires_grad=True)
     own = shard_sequence(whole, world())
     (own * torch.arange(1.0, 5.0)).sum().backward()
@@ -108,7 +112,7 @@ def helpers(rank):
 
 
 def helpers_refuse(rank):
-    """What is said of arguments that are none."""
+    """Returns the errors of the helpers for arguments of wrong types or lengths."""
     x = torch.arange(8)
     return {
         "x": message(lambda: shard_sequence(None, world())),
@@ -121,7 +125,7 @@ def helpers_refuse(rank):
 
 
 def message(run):
-    """The error of a call, as a line."""
+    """Returns the exception of a call as one line of text."""
     try:
         run()
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
@@ -141,7 +145,7 @@ def call(module, tokens=4, dtype=torch.float32, **arguments):
 
 
 def refusals(rank):
-    """What is said of calls that ranks cannot serve."""
+    """Returns the errors of calls that context parallelism does not support."""
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     padding = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
@@ -174,9 +178,9 @@ def refusals(rank):
 
 
 def refusals_of_later_calls(rank):
-    """What is said of calls that ranks cannot serve, behind calls of the same sizes that they can.
+    """Returns the errors of unsupported calls that follow supported calls of the same sizes.
 
-    Each entry has what is said of the former, too.
+    Each entry also has the message of the supported call.
     """
     ends, others = (torch.tensor([0, n, 8], dtype=torch.int32) for n in (3, 4))
     mask = torch.zeros(2, 1, 4, 8, dtype=torch.bool)
@@ -218,7 +222,10 @@ def refusals_of_later_calls(rank):
 
 
 def lengths_that_do_not_fit(rank):
-    """What is said of them before anything is sent, and of a call behind them."""
+    """Returns the errors of lengths that ranks cannot share, and those of later calls.
+
+    The errors are raised before anything is sent: the group would time out after five seconds.
+    """
     group, x, found = dist.new_group([0, 1], timeout=timedelta(seconds=5)), seeded(12, 4, 8), {}
     for comm in ("p2p", "all_gather", "a2a"):
         module = te.DotProductAttention(
@@ -235,7 +242,7 @@ def lengths_that_do_not_fit(rank):
 
 
 def in_fp8(rank):
-    """Whether attention in FP8 with heads exchanged is that of whole sequences, bit for bit."""
+    """Whether FP8 attention with "a2a" equals FP8 attention of whole sequences, bit for bit."""
     alone = [dist.new_group([one]) for one in range(2)][rank]
     found = []
     for shared in (False, True):
@@ -244,7 +251,7 @@ def in_fp8(rank):
         if shared:
             module.set_context_parallel_group(group, None, None, "a2a")
         tensors = []
-        for step in range(3):  # the first has scales of 1
+        for step in range(3):  # the scales of the first step are 1
             whole = [10.0 * seeded(2, 16, 4, 16, seed=4 * step + i) for i in range(3)]
             grad = seeded(2, 16, 64, seed=4 * step + 3)
             if shared:
@@ -282,7 +289,7 @@ def differing_biases(rank):
 
 
 def disagreements(rank):
-    """What both ranks say where they differ, and that they can go on."""
+    """Returns the errors of calls that differ between ranks, and of calls that follow."""
     module = attention()
     found = {
         "tokens": message(lambda: call(module, 4 + 4 * rank)),
@@ -304,7 +311,7 @@ def disagreements(rank):
 
 
 def alone(rank):
-    """What the only rank that makes a call of a new shape says, after a timeout."""
+    """Returns the error of a rank that makes a call of a new shape alone, after a timeout."""
     found, group = None, dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 1:
         found = message(lambda: call(attention(group=group), 8))
@@ -313,7 +320,11 @@ def alone(rank):
 
 
 def dropping(rank):
-    """Of each type: the mean over many draws, and how far gradients are from differences."""
+    """Compares dropout with its expectation, and its gradients with finite differences.
+
+    Returns for each kind of communication: the errors of the mean over many draws and of one draw,
+    and the derivative along a direction, by the backward and by differences.
+    """
     found = {}
     for comm in ("p2p", "all_gather", "a2a"):
         module = attention(comm, attention_dropout=0.25)
@@ -335,7 +346,7 @@ def dropping(rank):
             moved = [t + sign * s for t, s in zip(x, step, strict=True)]
             sides.append(module(*moved).pow(2).sum())
         difference = (sides[0] - sides[1]) / 2e-2
-        for total in (slope, difference):  # the loss is that of both ranks
+        for total in (slope, difference):  # the loss is the sum over both ranks
             dist.all_reduce(total)
         found[comm] = (
             relative(mean, exact),
@@ -347,7 +358,7 @@ def dropping(rank):
 
 
 def compiled(rank):
-    """A graph ends before attention, and another begins behind it."""
+    """Dynamo breaks the graph at attention: one graph ends before it, another begins after it."""
     module = attention()
     x = seeded(2, 4, 4, 8)
 
@@ -371,14 +382,14 @@ SCENARIOS = (
     dropping,
     compiled,
     alone,
-)  # it ends all
+)  # `alone` leaves its group unusable, so it comes last
 
 
 def scenarios(rank):
-    """What each of them gives, by name."""
+    """Returns the result of each scenario, by name."""
     return {run.__name__: run(rank) for run in SCENARIOS}
 
 
 def everything(rank, cases):
-    """These, and the outcomes of cases."""
+    """Returns the results of the scenarios, and the outcomes of `cases`."""
     return outcomes(rank, cases) | scenarios(rank)

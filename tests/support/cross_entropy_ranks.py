@@ -9,11 +9,11 @@ from rank_device import here
 
 from transformer_engine.pytorch.cross_entropy import linear_cross_entropy, parallel_cross_entropy
 
-CLASSES = 32  # of both ranks
+CLASSES = 32  # over both ranks
 
 
 def problem() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of all classes, and targets in both halves, some ignored."""
+    """Returns logits of all classes, and targets in both halves, some of them ignored."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 5, CLASSES, generator=generator)
     target = torch.randint(CLASSES, (4, 5), generator=generator)
@@ -22,12 +22,12 @@ def problem() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
-    """Of this rank's half of the classes, without and with smoothing."""
+    """Returns losses and gradients of this rank's classes, without and with label smoothing."""
     return _losses_and_gradients(rank, parallel_cross_entropy)
 
 
 def compiled_losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
-    """The same in one graph."""
+    """Returns the same from one compiled graph."""
     compiled = torch.compile(parallel_cross_entropy, backend="aot_eager", fullgraph=True)
     return _losses_and_gradients(rank, compiled)
 
@@ -45,7 +45,7 @@ def _losses_and_gradients(rank: int, loss: Callable[..., torch.Tensor]) -> list[
 
 
 def projection() -> tuple[torch.Tensor, torch.Tensor]:
-    """What linear_cross_entropy makes such logits of: hidden, and the weight of all classes."""
+    """Returns inputs of linear_cross_entropy: hidden states, and the weight of all classes."""
     generator = torch.Generator().manual_seed(1)
     return (
         torch.randn(4, 5, 16, generator=generator),
@@ -54,9 +54,9 @@ def projection() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
-    """Of this rank's half of the weight: a mean and losses of single tokens, eager and compiled.
+    """Losses and gradients of linear_cross_entropy with this rank's half of the weight.
 
-    The last one is in FP8.
+    The runs are: mean and losses of single tokens in eager mode, mean compiled, mean in FP8.
     """
     group = dist.new_group([0, 1])
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_debug_ranks runs: layers that two ranks train, and look at."""
+"""What each rank of distributed/test_debug_ranks runs: debugger sessions of layers on two ranks."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -30,24 +30,24 @@ SOLO: list[Any] = []
 
 
 def solo(rank: int) -> Any:
-    """A group of this rank alone; all ranks call."""
+    """Returns the group of this rank alone. Both ranks must call this."""
     if not SOLO:
         SOLO.extend(dist.new_group([other]) for other in range(2))
     return SOLO[rank]
 
 
 def short_group() -> Any:
-    """Both ranks, which wait for each other for a second."""
+    """Returns a group of both ranks with a timeout of one second."""
     return dist.new_group([0, 1], timeout=timedelta(seconds=1))
 
 
 def half(x: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
-    """A rank's half."""
+    """Returns this rank's half of `x`."""
     return x.chunk(2, dim=dim)[rank].contiguous()
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and gradients of a step, some too small for FP8: the second half is larger."""
+    """Returns tokens and gradients; some are too small for FP8, and the second half is larger."""
     generator = torch.Generator().manual_seed(step)
     sizes = torch.where(torch.arange(TOKENS) < TOKENS // 2, 1.0, 10.7)[:, None]
     found = []
@@ -64,7 +64,7 @@ def build(name: str = "layer") -> te.Linear:
 
 
 def train(layer: Any, recipe: Any, part: slice = slice(None), steps: int = 2) -> list[torch.Tensor]:
-    """Outputs and input gradients of the tokens of a part."""
+    """Trains on `part` of the tokens, and returns outputs and input gradients."""
     found = []
     for step in range(steps):
         x, grad = (t[part].contiguous() for t in batch(step))
@@ -82,7 +82,7 @@ def part_of(rank: int) -> slice:
 
 
 def halves_and_whole(rank: int, folder: Path) -> dict[str, tuple[Logged, Logged]]:
-    """What is logged of a batch that two ranks share, and of the same batch on one rank."""
+    """Logs a batch that two ranks share, and the same batch on one rank."""
     outcome = {}
     for name, recipe in {
         "bf16": None,
@@ -99,7 +99,7 @@ def halves_and_whole(rank: int, folder: Path) -> dict[str, tuple[Logged, Logged]
 
 
 def fp8_of_each(rank: int, folder: Path) -> tuple[Logged, Logged]:
-    """Where ranks have scales of their own: what they log together, and each by itself."""
+    """Ranks with a scale each: returns what they log as one group, and what each logs alone."""
     for kind in ("together", "alone"):
         with debugging(folder / kind, section("LogFp8TensorStats", tensors=SEEN[:2], stats=FP8)):
             if kind == "alone":
@@ -109,7 +109,7 @@ def fp8_of_each(rank: int, folder: Path) -> tuple[Logged, Logged]:
 
 
 def shards(rank: int, folder: Path) -> dict[str, tuple[Logged, Logged]]:
-    """Tensors that a tensor parallel group shares, of which a cast needs the amax of the whole."""
+    """Logs tensors that a tensor-parallel group shards, whose cast needs the amax of all shards."""
     x = batch(0)[0]
     what_if = [f"fp8_current_scaling_{statistic}" for statistic in FP8]
     config = [
@@ -128,7 +128,7 @@ def shards(rank: int, folder: Path) -> dict[str, tuple[Logged, Logged]]:
 
 
 def copies(rank: int, folder: Path) -> Logged:
-    """An activation that both ranks of a tensor parallel group have; it counts once."""
+    """Logs an activation that both tensor-parallel ranks hold; its elements must count once."""
     with debugging(folder, LOOK[0]):
         statistics = debug_api.DEBUG_MANAGER.statistics
         tp_group = dist.new_group([0, 1])
@@ -140,7 +140,7 @@ def copies(rank: int, folder: Path) -> Logged:
 
 
 def modified(rank: int, folder: Path) -> dict[str, list[Any]]:
-    """Results with a feature that modifies: of a half, with the group set; of the whole batch."""
+    """Returns results with features that modify tensors: shared group, own group, whole batch."""
     features = {
         "FakeQuant": ({"quant_format": "FP8E4M3"}, None),
         "PerTensorScaling": ({}, DelayedScaling(amax_history_len=4)),
@@ -168,7 +168,7 @@ def modified(rank: int, folder: Path) -> dict[str, list[Any]]:
 
 
 def pipeline(rank: int, folder: Path) -> Logged:
-    """Each rank is a stage, with a layer of its own and a reduction group of its own."""
+    """Logs pipeline stages: each rank has its own layer and its own reduction group."""
     with debugging(folder, LOOK[0]):
         debug_api.set_tensor_reduction_group(solo(rank))
         train(build(f"stage{rank}"), None)
@@ -176,7 +176,7 @@ def pipeline(rank: int, folder: Path) -> Logged:
 
 
 def meshes_and_other_groups(rank: int, folder: Path) -> tuple[bool, list[str]]:
-    """Whether the group of a mesh is set, and what is said of groups without this rank."""
+    """Whether a mesh can set the reduction group, and the errors for groups that are refused."""
     mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("dp", "tp"))
     said = []
     with debugging(folder, LOOK[0]):
@@ -191,7 +191,7 @@ def meshes_and_other_groups(rank: int, folder: Path) -> tuple[bool, list[str]]:
 
 
 def experts(rank: int, folder: Path) -> Logged:
-    """Both ranks have both layers; the second has run on one rank alone in the first steps."""
+    """Logs experts: both ranks have all layers, but some layers run on one rank first."""
     with debugging(folder, section("LogTensorStats", tensors=["activation"], stats=list(ALL))):
         model = torch.nn.ModuleList([te.Linear(16, 16, device=here()) for _ in range(3)])
         debug_api.infer_and_assign_layer_names(model)
@@ -204,7 +204,7 @@ def experts(rank: int, folder: Path) -> Logged:
 
 
 def evaluation(rank: int, folder: Path) -> Logged:
-    """The first rank alone evaluates between two steps: what it sees counts in neither."""
+    """Rank 0 runs a forward in eval mode between two steps. It counts in neither step."""
     with debugging(folder, section("LogTensorStats", tensors=["activation"], stats=["l1_norm"])):
         layer = te.Linear(16, 16, device=here(), name="layer")
         for step in range(2):
@@ -218,7 +218,7 @@ def evaluation(rank: int, folder: Path) -> Logged:
 
 
 def files_and_summary(rank: int, folder: Path) -> tuple[list[str], list[list[str]]]:
-    """What two ranks write, and the table that is made of it."""
+    """Returns the names of the files that two ranks write, and the summary table of them."""
     config = section("LogTensorStats", tensors=["activation", "weight"], stats=["max"])
     with debugging(folder, config):
         layer = te.Linear(16, 16, device=here(), name="layer")
@@ -232,14 +232,14 @@ def files_and_summary(rank: int, folder: Path) -> tuple[list[str], list[list[str
 
 
 def _ends(folder: Path, config: Any, run: Any) -> str:
-    """The errors of a session, in order."""
+    """Returns the errors of a session in order, joined into one string."""
     errors = []
     debug_api.initialize(config_file={"look": config}, log_dir=folder)
     try:
         run()
     except RuntimeError as error:
         errors.append(str(error))
-    dist.barrier()  # until both have tried
+    dist.barrier()  # until both ranks have tried to step
     try:
         debug_api.end_debug()
     except RuntimeError as error:
@@ -258,13 +258,13 @@ ACTIVATIONS = section("LogTensorStats", tensors=["activation"], stats=["max"])
 
 
 def another_config(rank: int, folder: Path) -> str:
-    """The second rank's configuration has no statistics at all."""
+    """The configuration of rank 1 has no statistics."""
     empty = {**ACTIVATIONS, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
     return _ends(folder, empty if rank else ACTIVATIONS, debug_api.step)
 
 
 def another_group(rank: int, folder: Path) -> str:
-    """The first rank sets a group of the same ranks; the second does not."""
+    """Rank 0 sets a group of the same ranks; rank 1 sets none."""
     group = short_group()
 
     def run() -> None:
@@ -276,7 +276,7 @@ def another_group(rank: int, folder: Path) -> str:
 
 
 def another_iteration(rank: int, folder: Path) -> str:
-    """The second rank resumes elsewhere."""
+    """Rank 1 starts from another iteration."""
 
     def run() -> None:
         debug_api.initialize_training_step(7 * rank)
@@ -290,7 +290,7 @@ def another_layer(rank: int, folder: Path) -> str:
 
 
 def another_layer_later(rank: int, folder: Path) -> str:
-    """The first rank has a layer of its own from the second step on."""
+    """Rank 0 has an additional layer from the second step on."""
 
     def run() -> None:
         for step in range(3):
@@ -302,7 +302,7 @@ def another_layer_later(rank: int, folder: Path) -> str:
 
 
 def another_weight(rank: int, folder: Path) -> str:
-    """A weight that tensor parallel ranks share, and one of them has not."""
+    """Only rank 0 feeds a weight that the tensor-parallel group shards."""
     config = section("LogTensorStats", tensors=["weight"], stats=["max"])
     group = dist.new_group([0, 1])
 
@@ -326,8 +326,8 @@ def a_rank_that_never_steps(rank: int, folder: Path) -> str:
 
 
 def a_session_of_one_rank(rank: int, folder: Path) -> list[str]:
-    """The first rank waits in vain for the second, which has no session; then both have one."""
-    if dist.get_backend() == "nccl":  # whose first collective takes longer than a group may wait
+    """Rank 0 waits in vain for rank 1, which has no session; then both have one."""
+    if dist.get_backend() == "nccl":  # its first collective takes longer than this timeout
         return []
     group = short_group()
 
@@ -345,7 +345,7 @@ def a_session_of_one_rank(rank: int, folder: Path) -> list[str]:
 
 
 def a_rank_that_stops(rank: int, folder: Path) -> str:
-    """The second rank leaves out the second step. NCCL's watchdog would end the process."""
+    """Rank 1 leaves out the second step. NCCL's watchdog would end the process."""
     if dist.get_backend() == "nccl":
         return ""
     group = short_group()
@@ -358,7 +358,7 @@ def a_rank_that_stops(rank: int, folder: Path) -> str:
 
 
 def another_modification(rank: int, folder: Path) -> str:
-    """Ranks that look for the amax of different layers."""
+    """Ranks reduce the amaxes of different layers."""
     config = section("FakeQuant", gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3")
     group = short_group()
 
@@ -370,7 +370,7 @@ def another_modification(rank: int, folder: Path) -> str:
 
 
 def a_session_afterwards(rank: int, folder: Path) -> str:
-    """Earlier failures leave nothing behind."""
+    """Sessions that failed before have no effect on this one."""
     return _ends(folder, ACTIVATIONS, _look)
 
 

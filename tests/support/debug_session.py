@@ -1,4 +1,4 @@
-"""Sessions of the debugger in tests: a configuration in, what was logged out."""
+"""Helpers that run a debugger session from a configuration, and read what it logged."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SIX = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 
 
 def section(feature: str, layers: str = ".", **body: Any) -> Config:
-    """A section with one feature on the layers that a pattern finds."""
+    """Returns a section with one feature, for the layers whose names match a pattern."""
     return {
         "enabled": True,
         "layers": {"layer_name_regex_pattern": layers},
@@ -25,7 +25,7 @@ def section(feature: str, layers: str = ".", **body: Any) -> Config:
 
 @contextmanager
 def debugging(folder: Path, *sections: Config, **more: Any) -> Iterator[None]:
-    """A session with these sections."""
+    """Runs a debugger session with these sections."""
     config = {f"section{i}": body for i, body in enumerate(sections)}
     debug_api.initialize(config_file=config or None, log_dir=folder, **more)
     try:
@@ -35,7 +35,7 @@ def debugging(folder: Path, *sections: Config, **more: Any) -> Iterator[None]:
 
 
 def logged(folder: Path, rank: int = 0) -> Logged:
-    """`{(iteration, layer, tensor): {statistic: value}}` of the JSON lines."""
+    """Returns the JSON lines as `{(iteration, layer, tensor): {statistic: value}}`."""
     found: Logged = {}
     for line in (folder / f"statistics_rank-{rank}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -46,7 +46,7 @@ def logged(folder: Path, rank: int = 0) -> Logged:
 
 
 def inspect(layer: str, tensor: str, x: Any, **more: Any) -> None:
-    """The call that hooks make, by hand."""
+    """Calls `inspect_tensor` as the hooks of a layer do."""
     iteration = debug_api.DEBUG_MANAGER.iteration
     debug_api.transformer_engine.inspect_tensor(
         layer_name=layer,

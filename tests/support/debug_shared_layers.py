@@ -1,4 +1,4 @@
-"""What the debugger sees of a Linear that two ranks share, beside one that is whole."""
+"""Compares what the debugger logs of a tensor-parallel Linear and of the whole layer."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ DUMP = section("DumpTensors", tensors=SIX, high_precision_tensor=True)
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A weight, an input and a gradient."""
+    """Returns a weight, an input and a gradient."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((SIZE, SIZE), (TOKENS, SIZE), (TOKENS, SIZE))
     weight, x, grad = (torch.randn(shape, generator=generator).to(here()) for shape in shapes)
@@ -32,7 +32,7 @@ def _train(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def shared_layers(rank: int, folder: Path) -> dict[str, Logged]:
-    """Logged of the whole layer, and of each way to share it."""
+    """Returns what is logged of the whole layer, and of each way to shard it."""
     weight, x, grad = tensors()
     group = dist.new_group([0, 1])
     whole = te.Linear(SIZE, SIZE, bias=False, device=here(), name="layer")
@@ -65,7 +65,7 @@ def shared_layers(rank: int, folder: Path) -> dict[str, Logged]:
 
 
 def compiled_shared_layers(rank: int, folder: Path) -> dict[str, list[Logged]]:
-    """Logged of an eager layer, and of a compiled one."""
+    """Returns what is logged of an eager layer, and of the compiled one."""
     options: dict[str, Any] = {"tp_group": dist.new_group([0, 1]), "name": "layer"}
     options |= {"device": here(), "params_dtype": torch.bfloat16}
     makes = {

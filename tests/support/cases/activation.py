@@ -10,12 +10,12 @@ PLAIN = {
     "silu": torch.nn.functional.silu,
 }
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
-GATED["clamped_swiglu"] = "silu"  # of clamped halves
+GATED["clamped_swiglu"] = "silu"  # with both halves clamped
 GATED["glu"] = "sigmoid"
 KINDS = [*PLAIN, *GATED]
 GPT_OSS = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
 
-# (rows, n): tiles and their neighbours, vectors and their neighbours, thin and empty ones.
+# (rows, n): sizes at and beside multiples of a tile and of a vector, thin and empty tensors.
 SHAPES = [(64, 128), (128, 64), (96, 80), (130, 72), (33, 257), (7, 1), (1, 40), (0, 16), (3, 0)]
 SANITIZE_SHAPES = [(65, 72), (3, 5)]
 
@@ -33,7 +33,8 @@ BENCHMARK_SHAPES = [
 def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
     """The clamped SwiGLU of gpt-oss, in the dtype of `x`.
 
-    A value at the limit passes its gradient: releases of torch differ in that of `clamp`.
+    The gradient of a value that equals the limit passes. `torch.where` says so; the gradient of
+    `clamp` at the limit differs between releases of torch.
     """
     gate, linear = x.chunk(2, dim=-1)
     gate, linear = (torch.where(half > limit, limit, half) for half in (gate, linear))
@@ -42,7 +43,7 @@ def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch
 
 
 def reference(name: str, x: torch.Tensor, **numbers: float) -> torch.Tensor:
-    """The definition, in the dtype of `x`; numbers are those of the clamped kind."""
+    """The definition, in the dtype of `x`; `numbers` are options of clamped SwiGLU."""
     if name == "clamped_swiglu":
         return clamped(x, **{**GPT_OSS, **numbers})
     if name in PLAIN:
@@ -60,14 +61,14 @@ def reference_backward(
 
 
 def width(name: str, n: int) -> int:
-    """The last size of `x` for `n` outputs."""
+    """The size of the last dimension of `x` that gives `n` outputs."""
     return 2 * n if name in GATED else n
 
 
 def inputs(
     name: str, rows: int, n: int, dtype: torch.dtype, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` and `dy` of `n` outputs, drawn on the CPU."""
+    """Returns `x` and `dy` for `n` outputs per row, drawn on the CPU."""
     x = (torch.randn(rows, width(name, n), device="cpu") * 2).to(dtype)
     dy = torch.randn(rows, n, device="cpu").to(dtype)
     return x.to(device), dy.to(device)

@@ -4,7 +4,7 @@ import torch
 
 from transformer_engine.pytorch.attention import DotProductAttention
 
-# Environment variables that leave one backend.
+# Environment variables that leave only the named backend.
 BACKENDS = {
     "sdpa": {"NVTE_UNFUSED_ATTN": "0"},
     "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"},

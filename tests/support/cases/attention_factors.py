@@ -1,4 +1,4 @@
-"""What cases of attention are made of, and those that are picked by hand."""
+"""Values of each property of an attention case, and cases that are picked by hand."""
 
 import torch
 from cases.attention_matrix import HEADS, Case
@@ -31,7 +31,7 @@ HAND_PICKED = [
     Case("causal", **CROSS, qkv_format="bshd"),
     Case("causal", queries=9, keys=5),
     Case("causal_bottom_right", **CROSS),
-    Case("causal_bottom_right", queries=9, keys=5, dtype=torch.bfloat16),  # blind queries
+    Case("causal_bottom_right", queries=9, keys=5, dtype=torch.bfloat16),  # some queries see no key
     Case("no_mask", window=(2, 1)),
     Case("no_mask", **CROSS, window=(1, -1), groups=2),
     Case("causal", window=(2, 0), dtype=torch.bfloat16),

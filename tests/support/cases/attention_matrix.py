@@ -1,4 +1,8 @@
-"""Cases of attention: how one is made, run on a backend and compared with the definition."""
+"""Cases of attention: how a case is made, run on a backend and compared with the definition.
+
+`Case` describes a call. `check` runs it forward and backward and compares results and gradients
+with `attention_reference`. `product` and `pairwise` make lists of cases from lists of values.
+"""
 
 import itertools
 import random
@@ -12,10 +16,10 @@ from torch.nn.functional import pad
 from transformer_engine.pytorch.attention import DotProductAttention, attention_backends
 
 BATCH, HEADS = 3, 4
-GAP = 2  # tokens after each sequence where there is room between
-LEAST = 1e-6  # a weight that no dtype rounds to 0
-# Relative error of a result in the norm, against float64 on the same inputs: a few roundings of the
-# dtype (scores, weights, result) in sequence.
+GAP = 2  # padding tokens after each sequence if `room` is set
+LEAST = 1e-6  # softmax weights above this are not rounded to 0 in any dtype
+# Bounds for the norm of the error relative to the norm of the float64 result on the same inputs: a
+# few roundings of the dtype (scores, weights, result) in sequence.
 BOUND = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -30,11 +34,11 @@ class Case:
     size: int = 16
     value_size: int = 16
     window: tuple[int, int] | None = None
-    bias: str = "no_bias"  # or `slopes`: ALiBi with slopes of its own
+    bias: str = "no_bias"  # "slopes": ALiBi with slopes that the caller passes
     bias_shape: tuple[int, int] = (BATCH, HEADS)
     dropout: float = 0.0
-    by_lengths: bool = False  # sbhd and bshd: padding said by lengths, not by masks
-    room: bool = False  # thd: room between sequences
+    by_lengths: bool = False  # sbhd and bshd: cu_seqlens describe the padding, not masks
+    room: bool = False  # thd: padding tokens between sequences
     sink: str = "vanilla"
 
     def __str__(self):
@@ -52,7 +56,7 @@ class Case:
 
     @property
     def lengths(self):
-        """Real queries and keys of each sequence: full, shorter, and without any token."""
+        """Real queries and keys of three sequences: full, shorter, and empty."""
         if not self.padded:
             return (self.queries,) * BATCH, (self.keys,) * BATCH
         query_lengths = (self.queries, self.queries - 3, 0)
@@ -64,7 +68,7 @@ class Case:
 
     @property
     def valid(self):
-        """Whether users may say so."""
+        """Whether the combination of arguments is allowed."""
         causal, packed = "causal" in self.mask_type, self.qkv_format == "thd"
         return (
             (self.padded or not packed)
@@ -107,12 +111,12 @@ class Case:
 
 
 def refusals(case, device):
-    """What the table of requirements says of a case: backend to reason or None."""
+    """Returns what the table of requirements says of a case: `{backend: reason or None}`."""
     return attention_backends(**case.question(device))
 
 
 def to_format(x, case, lengths):
-    """`[batch, sequence, ...]` in the case's format; thd keeps the real tokens."""
+    """Converts `[batch, sequence, ...]` to the case's format; thd keeps only the real tokens."""
     if case.qkv_format == "sbhd":
         return x.transpose(0, 1).contiguous()
     if case.qkv_format == "bshd":
@@ -127,7 +131,10 @@ def to_format(x, case, lengths):
 
 
 def from_format(x, case, lengths, longest):
-    """Back to `[batch, sequence, ...]`, zero where thd has no token; and what lies between."""
+    """Converts back to `[batch, sequence, ...]`, and returns the rows between sequences, too.
+
+    In thd, rows of the result without a token are zero.
+    """
     nothing = x[:0]
     if case.qkv_format == "sbhd":
         return x.transpose(0, 1), nothing
@@ -144,7 +151,10 @@ def from_format(x, case, lengths, longest):
 
 @dataclass
 class Prepared:
-    """Inputs `[batch, sequence, heads, size]`, arguments of forward, and what is expected."""
+    """Inputs `[batch, sequence, heads, size]`, arguments of forward, seen keys and biases.
+
+    `seen` and `biases` are arguments of `attention_reference.attention`.
+    """
 
     inputs: list
     arguments: dict
@@ -153,12 +163,12 @@ class Prepared:
 
 
 def _mask_arguments(case, device):
-    """Arguments that say the mask, and the reference's seen keys."""
+    """Returns the arguments that describe the mask, and the keys that the reference sees."""
     query_lengths, key_lengths = case.lengths
     arbitrary, arguments = None, {}
     if case.mask_type == "arbitrary":
         arbitrary = torch.rand(BATCH, 1, case.queries, case.keys) < 0.3
-        arbitrary[0, 0, 1] = True  # a query that sees nothing
+        arbitrary[0, 0, 1] = True  # this query sees no key
         arguments["attention_mask"] = arbitrary.to(device)
     elif case.qkv_format == "thd" or (case.padded and case.by_lengths):
         arguments["cu_seqlens_q"] = ends = cu_seqlens(query_lengths, device)
@@ -185,7 +195,7 @@ def _mask_arguments(case, device):
 
 
 def _bias_arguments(case, device):
-    """Arguments that say the bias, and the reference's."""
+    """Returns the arguments that describe the bias, and the bias of the reference."""
     if case.bias == "no_bias":
         return {}, {}
     if case.full_bias_shape is not None:
@@ -213,10 +223,10 @@ def prepare(case, device):
         (case.keys, case.groups, case.value_size),
     ]
     inputs = [torch.randn(BATCH, *shape).to(case.dtype) for shape in shapes]
-    if case.dropout:  # the result is the weights themselves
+    if case.dropout:  # one-hot values: the result is the softmax weights
         inputs[2] = torch.eye(case.keys, case.value_size).to(case.dtype)
         inputs[2] = inputs[2][None, :, None].expand(BATCH, -1, case.groups, -1).clone()
-    if case.qkv_format == "thd":  # what is not a token has no value
+    if case.qkv_format == "thd":  # padding tokens have no value in thd
         for x, lengths in zip(inputs, (query_lengths, key_lengths, key_lengths), strict=True):
             for row, length in zip(x, lengths, strict=True):
                 row[length:] = 0
@@ -242,7 +252,7 @@ def module_of(case):
 
 
 def _dropout_mask(case, result):
-    """What dropout multiplied the weights with, read off a result whose values are one-hot."""
+    """Returns the factors of dropout, read from a result whose values are one-hot."""
     if not case.dropout:
         return None
     weights = result.detach().double().cpu()[..., : case.keys].permute(0, 2, 1, 3)
@@ -250,7 +260,7 @@ def _dropout_mask(case, result):
 
 
 def check(case, device):
-    """Run a case on whichever backend is chosen, and compare results and gradients."""
+    """Runs a case on the backend that is chosen, and compares results and gradients."""
     problem = prepare(case, device)
     query_lengths, key_lengths = case.lengths
     sides = (query_lengths, key_lengths, key_lengths)
@@ -296,7 +306,7 @@ def check(case, device):
 
 
 def product(factors):
-    """Every valid case of a full product; factors are names of fields to lists of values."""
+    """Yields every valid case of a full product; `factors` is `{field: list of values}`."""
     for values in itertools.product(*factors.values()):
         case = make(dict(zip(factors, values, strict=True)))
         if case.valid:
@@ -304,10 +314,11 @@ def product(factors):
 
 
 def pairwise(factors, tries=200):
-    """Few valid cases that have every pair of values of two factors that a valid case can have.
+    """Returns a small set of valid cases that covers every pair of values of two factors.
 
-    Each pair that is still missing is completed at random, the same way every time; of the valid
-    cases among `tries` of these the one with most of what is missing stays.
+    Pairs that no valid case can have are left out. For each pair that is still missing, `tries`
+    random completions are drawn with a fixed seed. The valid one that covers most of the missing
+    pairs is kept.
     """
     draw = random.Random(0)
     names = list(factors)
@@ -348,7 +359,7 @@ def _case(picks, factors):
 
 
 def make(values):
-    """A case; `lengths` is a pair of queries and keys, `sizes` of sizes."""
+    """Makes a case; `lengths` is a pair (queries, keys), `sizes` a pair (size, value_size)."""
     values = dict(values)
     for name, fields in (("lengths", ("queries", "keys")), ("sizes", ("size", "value_size"))):
         values.update(zip(fields, values.pop(name, ()), strict=False))

@@ -1,4 +1,4 @@
-"""Torch models that `te.convert` works on."""
+"""PyTorch models for the tests of `te.convert`."""
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class Scaled(nn.Linear):
 
 
 class Mixed(nn.Module):
-    """Every kind of layer that must stay, and four that need not."""
+    """One layer of every kind that `te.convert` must keep, and four that it may replace."""
 
     def __init__(self):
         super().__init__()

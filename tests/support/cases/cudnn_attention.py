@@ -1,4 +1,4 @@
-"""Calls of attention that cuDNN is tried with: formats, masks, windows, heads, extras."""
+"""Calls that test the cuDNN backend of attention: formats, masks, windows, heads, extras."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from cases import names
 
 LONGEST = 96
-# Real queries and keys of each sequence; of the padding types only.
+# Pairs of real queries and real keys of each sequence, for padding mask types.
 SELF = ((70, 70), (96, 96), (1, 1))
 CROSS = ((40, 96), (96, 33), (0, 5), (7, 0))
 
@@ -24,11 +24,11 @@ class Case:
     value_size: int = 64
     window: tuple[int, int] | None = None
     lengths: tuple[tuple[int, int], ...] = ()
-    room: int = 0  # tokens between sequences of thd
+    room: int = 0  # padding tokens between sequences of thd
     bias: tuple[int, int] = ()
     bias_type: str = "no_bias"
     sink: bool = False
-    packed: str = ""  # query, key and value are views of one tensor, "whole" or head by head
+    packed: str = ""  # "whole" or "heads": query, key and value are views of one tensor
 
     def __str__(self):
         return names.of_case(self)

@@ -7,18 +7,19 @@ import math
 import torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Whole vectors, columns that break them, tails, more than one part of rows, thin and empty ones.
+# Whole vectors, rows that are no multiple of a vector, tails, more than one block of rows, thin
+# tensors.
 SHAPES = [(4, 64), (2, 3, 40), (5, 33), (7, 1), (1, 1), (300, 24), (129, 264), (40,)]
 EMPTY_SHAPES = [(0, 16), (3, 0)]
 SANITIZE_SHAPES = [(5, 33), (40, 64)]
-# (rows, cols) of the benchmark: large, medium, and a small model's.
+# (rows, cols) of the benchmark: large, medium, and the width of a small model.
 BENCHMARK_SHAPES = [(16384, 8192), (8192, 4096), (8192, 768)]
 
 _WORD = 0xFFFFFFFF
 
 
 def philox(group: int, seed: int) -> list[int]:
-    """Words of elements 8 * group ... 8 * group + 7, which take 16 bits each."""
+    """Returns four 32-bit words: 16 bits for each of the elements 8 * group ... 8 * group + 7."""
     counter = [group & _WORD, group >> 32, 0, 0]
     key = [seed & _WORD, seed >> 32 & _WORD]
     for _ in range(7):
@@ -34,14 +35,14 @@ def philox(group: int, seed: int) -> list[int]:
 
 
 def dropout_bits(first: int, count: int, seed: int) -> list[int]:
-    """The 16 bits of so many elements from `first` on."""
+    """Returns the 16 random bits of each of `count` elements from element `first` on."""
     groups = range(first // 8, -(-(first + count) // 8))
     halves = [bits for i in groups for w in philox(i, seed) for bits in (w & 0xFFFF, w >> 16)]
     return halves[first % 8 :][:count]
 
 
 def threshold(p: float) -> int:
-    """`p`, rounded to fp32, in steps of 2^-16, rounded up."""
+    """Returns `p` in units of 2^-16: rounded to fp32 first, then rounded up."""
     return min(math.ceil(torch.tensor(p, dtype=torch.float32).item() * 2**16), 2**16 - 1)
 
 

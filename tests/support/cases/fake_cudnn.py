@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels of cuDNN, from the words of `kernels/attention.py`, on the CPU."""
+"""CPU stand-ins for cuDNN's attention kernels, written from the words of `kernels/attention.py`."""
 
 import torch
 
@@ -39,7 +39,10 @@ def attention_backward(grad, query, key, value, out, statistics, *options_and_ne
 
 
 def serve(monkeypatch):
-    """All attention runs on the backend, and the entries of `_C` are these; operators are real."""
+    """Routes all attention to the cuDNN backend, with these functions in place of `_C`'s.
+
+    The operators above `_C` stay the real ones.
+    """
 
     def forward(inputs, *options_and_results):
         *options, extras, results = options_and_results
@@ -59,7 +62,7 @@ def serve(monkeypatch):
 
 
 def batches(inputs, settings, sequences):
-    """`[batch, sequence, heads, size]` of all, with sequences of thd padded."""
+    """Returns `[batch, sequence, heads, size]` of all inputs, with sequences of thd padded."""
     format, *_, longest_query, longest_key = settings
     if format != THD:
         return [x.transpose(0, 1) if format == SBHD else x for x in inputs]
@@ -73,7 +76,10 @@ def batches(inputs, settings, sequences):
 
 
 def log_sum_exp(inputs, settings, scale, dropout, sequences, bias, sink, seed):
-    """`[batch, heads, queries]`, of thd `[tokens, heads]`; +inf of a query that sees no key."""
+    """Returns `[batch, heads, queries]`, or `[tokens, heads]` for thd.
+
+    The value is +inf for a query that sees no key.
+    """
     q, k, _ = batches(inputs, settings, sequences)
     format, left, right, bottom_right, alibi = settings[:5]
     mask = seen(q, k, sequences[:2], left, right, bottom_right)
@@ -87,7 +93,11 @@ def log_sum_exp(inputs, settings, scale, dropout, sequences, bias, sink, seed):
 
 
 def attend(inputs, settings, scale, dropout, sequences, bias, sink, seed):
-    """Which numbers mean what: format, window, alignment, ALiBi, lengths, room between."""
+    """Attention from its definition, for the integer settings of the kernels.
+
+    The settings are format, left and right window, bottom-right alignment and ALiBi; `sequences`
+    holds the ends of the sequences, then their starts in memory.
+    """
     query = inputs[0]
     q, k, v = batches(inputs, settings, sequences)
     format, left, right, bottom_right, alibi = settings[:5]

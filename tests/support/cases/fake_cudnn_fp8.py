@@ -1,4 +1,4 @@
-"""Stand-ins for cuDNN's kernels behind FP8 attention: what they compute, and where they round."""
+"""CPU stand-ins for cuDNN's FP8 attention kernels, which round where the kernels do."""
 
 import torch
 from fp8_reference import E4M3, decode, encode
@@ -11,7 +11,10 @@ def taken(codes, pair, format=E4M3):
 
 
 def heads_first(x, settings, per_group=1):
-    """`[batch, heads, sequence, size]`; the way back is the same."""
+    """Returns `[batch, heads, sequence, size]`, with each head repeated `per_group` times.
+
+    `back` converts the other way.
+    """
     x = x.transpose(0, 1) if settings[0] == SBHD else x
     return x.transpose(1, 2).repeat_interleave(per_group, 1)
 
@@ -59,7 +62,7 @@ def fp8_attention_forward(query, key, value, scales, settings, scale, statistics
     pairs = pairs_of(*scales)
     q, k, v = inputs(query, key, value, settings, pairs)
     p = weights(q, k, settings, scale)
-    # What is cast is relative to the largest weight so far, of 256 keys after another.
+    # Weights are cast relative to the largest weight of the blocks of 256 keys up to their own.
     parts = p.split(256, -1)
     so_far = torch.stack([x.amax(-1, keepdim=True) for x in parts]).cummax(0).values.clamp(1e-300)
     cast = [rounded(x / y, pairs[1]) * y for x, y in zip(parts, so_far, strict=True)]
@@ -91,7 +94,7 @@ def of_groups(x, groups):
 
 
 def attention_backward(grad, query, key, value, out, statistics, settings, scale, *rest):
-    """In 16 bit, as `kernels/attention.py` says."""
+    """The backward in 16 bit, as `kernels/attention.py` documents it."""
     assert grad.is_contiguous() and statistics is not None
     dtype, groups = query.dtype, key.shape[2]
     grad, out = (x.unflatten(-1, (-1, value.shape[-1])) for x in (grad, out))
@@ -104,7 +107,7 @@ def attention_backward(grad, query, key, value, out, statistics, settings, scale
         )
     )
     assert statistics.is_contiguous() and statistics.shape == q.shape[:-1]
-    # The statistics may be those of more keys.
+    # `statistics` may come from a softmax over more keys than these.
     p = torch.exp(scores(q, k, settings, scale) - statistics.unsqueeze(-1)).double()
     product = scale * p * (g @ v.mT - (g * o).sum(-1, keepdim=True))
     found = (product @ k, of_groups(product.mT @ q, groups), of_groups(p.mT @ g, groups))

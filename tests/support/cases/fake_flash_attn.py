@@ -1,8 +1,9 @@
 """Stand-ins for flash-attn 2, 3 and 4 with their documented signatures, in plain torch.
 
-Of version 4 also what is not public, but writes gradients where it is told to.
+For version 4 there is also the private `_flash_attn_bwd`, which writes gradients into tensors that
+the caller passes.
 
-Rows of no sequence are NaN in results and gradients, as they may be in those of the kernels.
+Rows that belong to no sequence are NaN in results and gradients, as the kernels may leave them.
 """
 
 import inspect
@@ -13,7 +14,7 @@ import torch
 
 
 def _scores(q, k, **said):
-    """fp32 `[heads, queries, keys]` of one sequence, and which of them do not count."""
+    """Returns fp32 scores `[heads, queries, keys]` of one sequence, and the mask of hidden keys."""
     assert q.dtype in (torch.float16, torch.bfloat16)
     causal, slopes = said["causal"], said.get("slopes")
     queries, keys = q.shape[0], k.shape[0]
@@ -42,7 +43,10 @@ def _for_each_query_head(x, q):
 
 
 def _attend(q, k, v, **said):
-    """One sequence: `[tokens, heads, size]`; the diagonal ends bottom-right, -1 is no limit."""
+    """Attention of one sequence, `[tokens, heads, size]`.
+
+    The diagonal is aligned at the bottom right; -1 in the window means no limit.
+    """
     scores, hidden = _scores(q, k, **said)
     sink, dropout = said.get("sink"), said.get("dropout", 0.0)
     if sink is not None:
@@ -55,7 +59,7 @@ def _attend(q, k, v, **said):
 
 
 def _gradients(q, k, v, out, dout, lse, **said):
-    """Of one sequence, from what the forward left."""
+    """Returns the gradients of one sequence, from the output and log-sum-exps of the forward."""
     scores, hidden = _scores(q, k, **said)
     weights = (scores - lse[..., None]).exp().masked_fill(hidden, 0.0)
     upstream = _heads_first(dout)
@@ -69,7 +73,7 @@ def _gradients(q, k, v, out, dout, lse, **said):
 
 
 class _Tail(torch.autograd.Function):
-    """The tensor; the gradient of rows that belong to no sequence is NaN."""
+    """Returns its input. The gradient is NaN in rows that belong to no sequence."""
 
     @staticmethod
     def forward(ctx, x, used):
@@ -98,7 +102,8 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, options):
     return torch.cat((*parts, tail))
 
 
-# Documented keywords of flash_attn_func beside q, k and v; and those of flash_attn_varlen_func.
+# Documented keywords of flash_attn_func beside q, k and v; and the additional keywords of
+# flash_attn_varlen_func.
 KEYWORDS = {
     "flash2": "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
     " return_attn_probs",
@@ -115,7 +120,7 @@ VARLEN_KEYWORDS = {
 }
 
 
-# Of `_flash_attn_bwd`, beside q, k, v, out, dout and lse.
+# Keywords of `_flash_attn_bwd`, beside q, k, v, out, dout and lse.
 BACKWARD_KEYWORDS = (
     "softmax_scale causal softcap window_size_left window_size_right deterministic dq dk dv"
 )
@@ -154,7 +159,7 @@ SIDES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def module(version):
-    """The functions of a version; 3 and 4 return statistics beside the result."""
+    """Returns the functions of a version; 3 and 4 return statistics beside the result."""
     known = set(KEYWORDS[version].split())
     of_varlen = known | set(VARLEN_KEYWORDS[version].split())
     alone, newest = version == "flash2", version == "flash4"

@@ -1,7 +1,8 @@
-"""flash-attn 2 and 3 with the functions that write gradients, and log-sum-exps, as they have them.
+"""Stand-ins for flash-attn 2 and 3 with their private backward functions and log-sum-exps.
 
-To the stand-ins of `fake_flash_attn.py` this adds what is not public, with the signatures of
-flash-attn 2.8 and of flash-attn 3 since its operators are those of torch.
+To the stand-ins of `fake_flash_attn.py` this file adds the private functions that write gradients,
+with the signatures of flash-attn 2.8 and of flash-attn 3 since its operators are registered with
+torch.
 """
 
 import inspect
@@ -16,7 +17,7 @@ READ = "dout q k v out softmax_lse"
 WRITTEN = "dq dk dv"
 SEQUENCES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SETTINGS = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
-# Parameters of each function: those without default, and those with one.
+# Parameters of each function: those without a default, and those with one.
 PARAMETERS = {
     "flash2": (f"{READ} {WRITTEN} {SETTINGS} deterministic", "rng_state"),
     "flash2 varlen": (
@@ -43,7 +44,7 @@ def _signature(names):
 
 
 def _backward(arguments):
-    """Write the gradients; what belongs to no sequence is NaN."""
+    """Writes the gradients; rows that belong to no sequence become NaN."""
     assert arguments["softcap"] == 0.0 and not arguments.get("dropout_p")
     read, written = ([arguments[name] for name in names.split()] for names in (READ, WRITTEN))
     dout, q, k, v, out, lse = read
@@ -73,7 +74,7 @@ def _backward(arguments):
 
 
 def module(version):
-    """The functions of flash-attn 2 or 3; `calls` counts those of the private ones."""
+    """Returns the functions of flash-attn 2 or 3; `calls` lists the calls of private functions."""
     public, calls = public_module(version), []
 
     def private(name):

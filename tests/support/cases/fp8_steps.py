@@ -1,4 +1,4 @@
-"""Some steps of FP8 attention, to compare two backends by."""
+"""Training steps of FP8 attention, for comparisons of two backends."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Case:
     window: tuple[int, int] | None = None
     format: Format = Format.HYBRID
     packed: bool = False
-    by_head: bool = False  # packed: query, key and value of each head together
+    by_head: bool = False  # if packed: query, key and value of each head lie together
     frozen: bool = False  # keys need no gradient
 
     def __str__(self):
@@ -45,7 +45,7 @@ CASES = [
     Case("causal", queries=256, keys=256, window=(40, 0)),
     Case("no_mask", queries=77, keys=133, frozen=True),
 ]
-# With the backward in high precision, and in FP8.
+# Every case with the backward in high precision ("0") and, where cuDNN supports it, in FP8 ("1").
 RUNS = [
     pytest.param(case, backward, id=f"{case} {backward}")
     for case in CASES
@@ -82,7 +82,7 @@ def tensors_of(case, device):
 
 
 def steps_of(module, case, device, steps=3, wrap=lambda f, *a: f(*a)):
-    """Result, gradients, amaxes and scales of the last step."""
+    """Returns result, gradients, scales and amaxes of the last step."""
     recipe = DelayedScaling(amax_history_len=2, fp8_dpa=True, fp8_format=case.format)
     for step in range(steps):
         torch.manual_seed(step)
@@ -96,10 +96,11 @@ def steps_of(module, case, device, steps=3, wrap=lambda f, *a: f(*a)):
 
 
 def assert_near(results, expected):
-    """Result, gradients and scales of two backends, which round at other places.
+    """Compares result, gradients and scales of two backends, which round at different places.
 
-    Two roundings of the weights to E4M3 and two of the result make 0.05. `sum(d out * out)` of
-    rounded values is off by FP8's error, where it ought to cancel others.
+    Two roundings of the weights to E4M3 and two of the result give a relative error of 0.05.
+    Gradients are further apart: `sum(d out * out)` should cancel other terms, but rounding to FP8
+    changes it.
     """
     assert len(results) == len(expected)
     for i, (got, wanted) in enumerate(zip(results, expected, strict=True)):

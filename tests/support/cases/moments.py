@@ -1,4 +1,4 @@
-"""Tensors to take statistics of, and the statistics by their definitions in float64."""
+"""Tensors for tests of statistics, and the statistics by their definitions in float64."""
 
 import math
 
@@ -15,7 +15,7 @@ def _normal(shape):
 
 
 def _with(**places):
-    """Normal values, with others at some places of the flattened tensor."""
+    """Makes normal values, with `values` at some positions of the flattened tensor."""
 
     def make(shape):
         x = torch.randn(shape)
@@ -28,13 +28,14 @@ def _with(**places):
 
 
 def _far_apart(shape):
-    """Parts whose means differ by many deviations."""
+    """Returns a tensor in five parts, whose means are 50 standard deviations apart."""
     x = torch.randn(shape).flatten()
     return (x + 50 * (torch.arange(x.numel()) * 5 // x.numel())).view(shape)
 
 
-# What each exercises: the large mean, either sign alone, zeros of either sign, values whose squares
-# leave fp32 at either end, outliers where the pivot is found, and what is not finite.
+# What the values exercise: a large mean, one sign only, zeros of either sign, values whose squares
+# overflow or underflow in fp32, outliers at positions from which the pivot is computed, NaN and
+# infinities.
 VALUES = {
     "normal": _normal,
     "mean 100": lambda shape: 100.0 + torch.randn(shape),
@@ -58,7 +59,7 @@ VALUES = {
 
 
 def expected(x: torch.Tensor) -> dict[str, float]:
-    """The fields of a row, in torch and float64."""
+    """Returns the fields of a row of moments, computed by torch in float64."""
     x = x.detach().cpu().double().flatten()
     magnitudes = x.abs()
     nonzero = magnitudes[(magnitudes != 0) & ~magnitudes.isnan()]
@@ -80,7 +81,7 @@ def expected(x: torch.Tensor) -> dict[str, float]:
 
 
 def assert_row(row: torch.Tensor, x: torch.Tensor) -> None:
-    """`row` holds the moments of `x`: sums to 1e-6, m2 to 1e-5, all else exactly."""
+    """Asserts that `row` holds the moments of `x`: sums to 1e-6, m2 to 1e-5, others exactly."""
     want = expected(x)
     got = dict(zip(MOMENTS, row.tolist(), strict=False))
     bounds = dict.fromkeys(want, 0.0)

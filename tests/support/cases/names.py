@@ -1,10 +1,10 @@
-"""Names of cases: what tells them from the default one."""
+"""Names of test cases: the fields that differ from the default case."""
 
 from typing import Any
 
 
 def of_case(case: Any) -> str:
-    """Of an instance of a dataclass that has defaults for all of its fields."""
+    """Returns the name of a dataclass instance, all of whose fields have defaults."""
     default = type(case)()
     changed = [f"{k}={v}" for k, v in vars(case).items() if v != getattr(default, k)]
     return " ".join(changed).replace("torch.", "") or "default"

@@ -14,8 +14,8 @@ from transformer_engine.pytorch.kernels.norm import (
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KINDS = pytest.mark.parametrize("kind", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
 EPSILON = 1e-5
-# One column, odd widths (no wide access), a warp's row, several warps' rows with and without idle
-# lanes, many rows (more than the GPU holds at once), leading sizes.
+# One column, odd widths (no wide access), rows that fill one warp, rows of several warps with and
+# without idle lanes, more rows than the GPU holds at once, several leading dimensions.
 SHAPES = [
     (1, 1),
     (3, 1),
@@ -33,7 +33,7 @@ SHAPES = [
     (2, 40000),
     (4300, 16),
 ]
-# Hidden sizes of models, few and many rows.
+# Hidden sizes of models, with few and with many rows.
 BENCHMARK_SHAPES = [
     (8192, 4096),
     (16384, 4096),
@@ -44,7 +44,7 @@ BENCHMARK_SHAPES = [
     (16384, 1024),
     (131072, 128),
 ]
-# x, gamma, y (and dy)
+# Dtypes of x, gamma, and y (dy has that of y).
 DTYPES = [
     (F32, F32, F32),
     (F16, F16, F16),
@@ -125,7 +125,7 @@ class Case:
         return y if self.beta is None else y + self.beta.cpu().double()
 
     def dx(self):
-        """The textbook formula; test_formula_is_autograd holds it against autograd."""
+        """The textbook formula; test_formula_is_autograd compares it with autograd."""
         xhat, grad = self.xhat(), self.dy.cpu().double() * self.weight()
         along = (grad * xhat).mean(-1, keepdim=True)
         offset = grad.mean(-1, keepdim=True) if self.kind == LAYER_NORM else 0.0
@@ -133,14 +133,17 @@ class Case:
         return (grad - offset - xhat * along) * rstd.view(*self.x.shape[:-1], 1)
 
     def dx_terms(self):
-        """Largest term of `dx`, which may cancel."""
+        """Returns the largest term of the sum in `dx`. The terms may cancel."""
         _, rstd = self.statistics()
         grad = self.dy.cpu().double() * self.weight() * rstd.view(*self.x.shape[:-1], 1)
         return float(grad.abs().max()) if grad.numel() else 0.0
 
 
 def close(got, expected, slack=4e-6, terms=0.0):
-    """One rounding to the dtype of `got`, and fp32 arithmetic relative to the largest value."""
+    """Asserts equality up to one rounding to the dtype of `got`, and errors of fp32 arithmetic.
+
+    The latter are `slack` relative to the largest value or term.
+    """
     largest = max(terms, float(expected.abs().max())) if expected.numel() else 0.0
     torch.testing.assert_close(
         got.double().cpu(),
@@ -151,7 +154,7 @@ def close(got, expected, slack=4e-6, terms=0.0):
 
 
 def same(got, expected):
-    """Bit for bit on the CPU; kernels that add in another order may round differently."""
+    """Asserts equal bits on the CPU; kernels that add in another order may round differently."""
     if got.device.type == "cpu":
         assert_bitwise(got, expected)
     else:
@@ -159,7 +162,10 @@ def same(got, expected):
 
 
 def close_sum(got, terms, slack):
-    """Column sums of `terms` [rows, cols], each of them known up to `slack`, added in fp32."""
+    """Asserts that `got` holds the column sums of `terms` [rows, cols], added in fp32.
+
+    Each sum of terms may be off by `slack`.
+    """
     bound = (terms.shape[0] + 16) * 2.0**-24 * terms.abs().sum(0) + slack
     bound += terms.sum(0).abs() * torch.finfo(got.dtype).eps / 2 * 1.01
     bound += torch.finfo(got.dtype).smallest_normal

@@ -19,11 +19,11 @@ class Case:
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """Arguments of the op after `scale`."""
+        """The arguments of the op that follow `scale`."""
         return self.left, self.right, self.diagonal
 
     def make_mask(self, device: str) -> torch.Tensor | None:
-        """A third of the keys hidden, at random; the first row of each kind sees none."""
+        """Makes a mask that hides a random third of the keys, and all keys of the first query."""
         if self.mask is None:
             return None
         mask = torch.rand(self.mask) < 1 / 3
@@ -39,8 +39,9 @@ class Case:
         return "-".join(parts)
 
 
-# Key counts around each kernel's limits: one access per lane (256 of 16 bits, 128 of 32), one warp
-# a row (2048, 1024), several warps, and the loop (above 32768; unaligned rows above 16384).
+# Numbers of keys around the limits of each kernel: one access per lane (256 keys of 16 bits, 128 of
+# 32), one warp per row (2048, 1024), several warps per row, and the loop (above 32768, or above
+# 16384 where rows are not aligned).
 KEYS = [1, 7, 8, 64, 127, 136, 256, 264, 1000, 1024, 1032, 1500, 2048, 2056, 2049, 6000, 16400]
 PLAIN = [Case((1, 2, 3, keys)) for keys in KEYS] + [
     Case((1, 1, 2, 17001)),
@@ -109,7 +110,7 @@ def hidden(case: Case, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def reference(x: torch.Tensor, scale: float, hide: torch.Tensor) -> torch.Tensor:
-    """The definition in float64; rows without a finite score to see are zero."""
+    """The definition in float64; rows that see no finite score are zero."""
     scores = (x.float() * scale).double().masked_fill(hide, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(scores, -1).masked_fill(blind, 0.0)
