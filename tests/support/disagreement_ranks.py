@@ -1,4 +1,4 @@
-"""What two ranks of distributed/test_disagreements do that is not alike, and what they say."""
+"""Calls in which two ranks of distributed/test_disagreements differ, and the errors that result."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,14 +22,14 @@ TOKENS = 16
 
 
 def _shared(recipe: str = "bf16", tokens: int = TOKENS, name: str = "fc") -> Any:
-    """A call of a layer that both ranks share."""
+    """Calls a layer that both ranks share."""
     column, _ = column_and_row(name=name)
     with scope(recipe):
         return column(torch.randn(tokens, 64, dtype=torch.bfloat16))
 
 
 def _replica(layers: int, group: Any = None, **recipe: Any) -> None:
-    """A forward of as many layers in FP8, of which each rank has its own."""
+    """Runs a forward of `layers` FP8 modules, of which each rank has a replica."""
     modules = [te.Linear(32, 32, device=here()) for _ in range(layers)]
     with te.fp8_autocast(fp8_recipe=DelayedScaling(**recipe), fp8_group=group):
         for module in modules:
@@ -121,14 +121,14 @@ def a_rank_that_does_not_come(rank: int) -> None:
 
 
 def meetings_of_some_ranks_before(rank: int) -> None:
-    """Do not count among those of other ranks."""
+    """Meetings of rank 0 alone do not count for both ranks: each set of ranks has its own count."""
     alone, both = dist.new_group([0]), dist.new_group([0, 1], timeout=timedelta(seconds=1))
     for group in (alone, both)[rank:]:
         Meeting(group, "a purpose").hold({}, "a call", lambda posts: {})
 
 
 def nothing(rank: int) -> None:
-    """Names that were made up differ, and calls of one structure meet once."""
+    """Raises nothing: generated names may differ, and calls of one structure meet only once."""
     unnamed = [te.Linear(16, 16, device=here()) for _ in range(1 + rank)]
     column, _ = column_and_row()
     with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
@@ -162,7 +162,7 @@ CASES: dict[str, Callable[[int], None]] = {
 
 
 def disagreements(rank: int) -> dict[str, str]:
-    """The error of each case on this rank, by name; "" where there is none."""
+    """Returns the error of each case on this rank, by name; "" where there is none."""
     found = {}
     for name, run in CASES.items():
         try:

@@ -1,4 +1,4 @@
-"""What `DebugManager` promises, in a page of Python: sessions for tests of hooks."""
+"""A small stand-in for `DebugManager`, for tests of hooks without configuration files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Routed(NamedTuple):
 
 
 class FakeManager:
-    """Features by layer: `[(pattern, feature, {"tensors": [...], "gemms": [...]}), ...]`."""
+    """Routes features by layer: `[(pattern, feature, {"tensors": [...], "gemms": [...]}), ...]`."""
 
     def __init__(self, *selected: tuple[str, Any, dict[str, Any]]) -> None:
         self.selected = selected
@@ -46,7 +46,7 @@ class FakeManager:
         key = (api_name, layer_name, *sorted(names.items()))
         if key in self._decided:
             asked, until, answer = self._decided[key]
-            if iteration < until:  # a yes is for the iteration in which it was said
+            if iteration < until:  # a positive answer holds for the iteration of the question only
                 holds = iteration == asked or api_name == "fp8_gemm_enabled"
                 return answer if holds else (False, answer[1])
         routed = self.route(
@@ -91,7 +91,7 @@ def _call(routed: Routed, name: str, arguments: dict[str, Any]) -> Any:
 
 
 class Session:
-    """A session that modules see."""
+    """A debugger session whose inspector the modules see."""
 
     def __init__(self, manager: FakeManager) -> None:
         self.manager = manager

@@ -11,7 +11,7 @@ from transformer_engine.pytorch import distributed
 
 
 def along_the_first_dimension(rank: int) -> dict[str, Any]:
-    """Results of the collectives, waited for at once and later."""
+    """Returns results of the collectives, synchronous and asynchronous."""
     x = torch.arange(8.0, device=here()).view(4, 2) + 10.0 * rank
     found: dict[str, Any] = {
         "number": (distributed.get_distributed_rank(), distributed.get_distributed_world_size())

@@ -1,7 +1,7 @@
-"""What attention in FP8 computes in parts, as formulas on one sequence, without the package.
+"""FP8 attention computed in parts, as formulas on one sequence, without code of the package.
 
-A query sees the keys of each part of the sequence; the softmax weights of a part are cast before
-they are merged with those of other parts, in the backward after that.
+In the forward, the softmax weights of each part are cast before the results of the parts are
+merged. In the backward, the weights are cast after that: with the log-sum-exps of all parts.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ CASTS = ("qkv", "softmax", "out", "grad_out", "grad_product", "grad_qkv")
 
 @dataclass
 class Casts:
-    """Scales by name, and the amaxes of what has been cast with each. `skip` is not cast."""
+    """Casts tensors with scales by name, and records the amax of each name. `skip` is not cast."""
 
     scales: dict
     skip: str = ""
@@ -30,14 +30,14 @@ class Casts:
 
 
 def attention(inputs, grad, hidden, owners, sink, casts):
-    """Result, then the gradients of query, key, value, and of the sink if there is one.
+    """Returns the result and the gradients of query, key, value, and of the sink if there is one.
 
     Args:
         inputs: query `[heads, queries, size]`, key and value `[groups, keys, size]`.
-        grad: of the result.
+        grad: gradient of the result.
         hidden: bool `[queries, keys]`, True for keys that a query does not see.
-        owners: int `[keys]`, the part of each key.
-        sink: the scores `[heads]` of a key without a value, which is a part of its own; or None.
+        owners: int `[keys]`, the part to which each key belongs.
+        sink: None, or the scores `[heads]` of a key without a value, which counts as one more part.
         casts: the scales.
     """
     query, key, value = (casts("qkv", x) for x in inputs)

@@ -6,19 +6,20 @@ from typing import NamedTuple
 import torch
 from fp8_reference import E4M3, E5M2, amax, decode, encode
 
-# Columns of the scaling state: three GEMMs of (input, weight, output), (grad output, grad input).
+# Columns of the scaling state, which has those of three GEMMs: (input, weight, output) each in the
+# forward, (grad output, grad input) each in the backward.
 QKV, OUT, SOFTMAX = 2, 3, 8
 GRAD_QKV, GRAD_OUT, GRAD_PRODUCT = 0, 3, 5
 
 
 class Result(NamedTuple):
-    """What a call returns before its last cast, and the amaxes it leaves, by column.
+    """Results of a call before their last cast, and the recorded amaxes by column.
 
     Attributes:
         out: `[batch, queries, heads, size]`.
-        gradients: of query, key and value.
-        forward: amaxes of forward columns.
-        backward: amaxes of backward columns.
+        gradients: gradients of query, key and value.
+        forward: amaxes of columns of the forward state.
+        backward: amaxes of columns of the backward state.
     """
 
     out: torch.Tensor
@@ -28,7 +29,7 @@ class Result(NamedTuple):
 
 
 def fp8(x, scale, format=E4M3):
-    """The values of `x` in FP8."""
+    """Casts `x` to FP8 and back to float64."""
     return decode(encode(x, format, scale), format).double() / scale.double()
 
 
@@ -37,16 +38,17 @@ def heads_first(x, per_group=1):
 
 
 def of_groups(x, per_group):
-    """Gradients of repeated heads back to `[batch, sequence, groups, size]`."""
+    """Sums the gradients of repeated heads: returns `[batch, sequence, groups, size]`."""
     batch, heads, sequence, size = x.shape
     grouped = x.view(batch, heads // per_group, per_group, sequence, size)
     return grouped.sum(2).transpose(1, 2)
 
 
 def attention(inputs, grad, seen, scales, bias=0.0, of_grads=E5M2):
-    """All tensors `[batch, sequence, heads, size]`; `scales` are forward's and backward's.
+    """Attention of tensors `[batch, sequence, heads, size]`.
 
-    `of_grads` is the format of gradients; None casts none.
+    `scales` are those of the forward and of the backward state. `of_grads` is the FP8 format of
+    gradients, or None if gradients are not cast.
     """
 
     def cast(x, column):

@@ -1,11 +1,12 @@
-"""The two kinds of tensors that are kept in FP8, for tests that hold for both."""
+"""The two classes of FP8 weights, for tests that run on both."""
 
 import torch
 
 from transformer_engine.common.recipe import Float8BlockScaling, Recipe
 from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 
-# By the recipe of `quantized_model_init`; None is that of the recipes with one scale.
+# The recipe to pass to `quantized_model_init`; None stands for any recipe with one scale per
+# tensor.
 KINDS: dict[type[QuantizedTensor], Recipe | None] = {
     Float8Tensor: None,
     Float8BlockwiseQTensor: Float8BlockScaling(),
@@ -14,12 +15,12 @@ NAMES = ("one scale", "blocks")
 
 
 def codes(x: torch.Tensor) -> torch.Tensor:
-    """Row-wise, of either kind."""
+    """Returns the row-wise codes of a tensor of either class."""
     assert isinstance(x, QuantizedTensor) and x.parts[0] is not None
     return x.parts[0]
 
 
 def scales(x: torch.Tensor) -> torch.Tensor:
-    """Those of `codes`."""
+    """Returns the scales that belong to `codes`."""
     assert isinstance(x, QuantizedTensor) and x.parts[1] is not None
     return x.parts[1]

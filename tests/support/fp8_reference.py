@@ -1,4 +1,4 @@
-"""FP8 in torch's own words, to judge ours by, and inputs that try every branch."""
+"""Reference for FP8 casts, written with torch dtypes, and inputs that reach every branch."""
 
 import math
 
@@ -13,19 +13,19 @@ NAN_CODE = 0x7F
 
 
 def encode(x: torch.Tensor, format: int, scale: float | torch.Tensor) -> torch.Tensor:
-    """Codes of `x * scale`, nearest even, saturated, every NaN as 0x7f."""
+    """Returns the codes of `x * scale`: rounded to nearest even, saturated, every NaN as 0x7f."""
     value = x.float() * scale
     codes = value.clamp(-LARGEST[format], LARGEST[format]).to(TORCH_DTYPE[format])
     return codes.view(torch.uint8).masked_fill(value.isnan(), NAN_CODE)
 
 
 def decode(codes: torch.Tensor, format: int) -> torch.Tensor:
-    """Values of codes in fp32."""
+    """Returns the values of codes in fp32."""
     return codes.view(TORCH_DTYPE[format]).float()
 
 
 def amax(x: torch.Tensor) -> float:
-    """Largest magnitude, NaN ignored."""
+    """Returns the largest magnitude; NaN is ignored."""
     return float(x.float().abs().nan_to_num(nan=0.0, posinf=math.inf).max()) if x.numel() else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Which nodes of autograd's graph a layer has become, and layers to ask that of."""
+"""Kinds of layers that may run as one chain, and a count of chains in autograd's graph."""
 
 import torch
 from precisions import scope
@@ -44,7 +44,7 @@ def build(device="cpu", kind=te.TransformerLayer, **more):
 
 
 def make_of(kind, device, **more):
-    """A layer of one of `KINDS`, with further arguments."""
+    """Makes a layer of one of `KINDS`, with further arguments."""
     options = {**KINDS[kind], **more}
     if options.get("kind") is not te.MultiheadAttention:
         return build(device, **options)
@@ -57,7 +57,7 @@ def make_of(kind, device, **more):
 
 
 def moved(call, device):
-    """Arguments of a call, on this device."""
+    """Returns arguments of a call, with tensors moved to this device."""
 
     def move(x):
         return x.to(device) if isinstance(x, torch.Tensor) else x
@@ -71,7 +71,7 @@ def batch(device="cpu", seed=1, length=16):
 
 
 def nodes(y):
-    """How many chains autograd has recorded for a result."""
+    """Counts the chain nodes that autograd has recorded for a result."""
     seen, front, count = set(), [y.grad_fn], 0
     while front:
         node = front.pop()
@@ -88,7 +88,10 @@ def is_fused(y):
 
 
 def results(layer, recipe, device, steps=3, make_batch=batch, **call):
-    """Everything that a few steps and an evaluation leave behind, GEMM counts, the last result."""
+    """Trains some steps and evaluates once; returns all tensors, GEMM counts and the last result.
+
+    The tensors are results, gradients, amax histories and a random draw that shows the RNG state.
+    """
     found = []
     te.gemm_report(reset=True)
     torch.manual_seed(3)

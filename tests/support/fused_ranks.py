@@ -1,4 +1,4 @@
-"""What ranks of distributed/test_fused_layers_on_ranks run: layers as one node, and by parts."""
+"""Compares fused layers on several ranks with the same layers run module by module."""
 
 import os
 from functools import partial
@@ -14,8 +14,8 @@ from rank_device import here
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import run_layer
 
-TOKENS = 128  # of all ranks
-# Arguments of calls; a rank has a part of the sequences that they tell of.
+TOKENS = 128  # over all ranks
+# Arguments of calls. They describe whole sequences, of which each rank holds a part.
 CALLS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (3, 0)},
     "mask": {
@@ -33,7 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "microbatch": {"is_first_microbatch": True},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    # Where this mask begins depends on how many queries and keys there are.
+    # The diagonal of this mask depends on the numbers of queries and keys.
     "aligned at the end": {"enc_dec_attn_mask_type": "causal_bottom_right"},
     "sums": {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True},
     "overlap": {"ub_tp_comm_overlap": True, "ub_bulk_wgrad": False},
@@ -41,11 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def cases(most: bool = False) -> list[tuple[str, str, bool, str, str]]:
-    """Kind of layer, recipe, sequence parallelism, arguments of calls and of layers.
-
-    Args:
-        most: every kind of layer both with and without sequence parallelism.
-    """
+    """Returns layer, recipe, sequence parallelism, arguments of the call and of the layer."""
     found = [("encoder", recipe, on, "", "") for recipe in RECIPES for on in (False, True)]
     recipes = [*RECIPES]
     for i, kind in enumerate(kind for kind in KINDS if kind != "encoder"):
@@ -84,13 +80,13 @@ def _one_way(kind: str, recipe: str, sequence: bool, call: str, option: str) -> 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None, kind: str) -> bool:
     if a is None or b is None:
         return a is b
-    if kind == "sink" and a.is_cuda and a.dim() == 1:  # cuDNN sums up that of a sink in no order
+    if kind == "sink" and a.is_cuda and a.dim() == 1:  # cuDNN sums its gradient in any order
         return torch.allclose(a, b, rtol=1e-2)
     return torch.equal(a, b)
 
 
 def _both_ways(*case: Any) -> str:
-    """What differs between the two ways; empty where that is nothing."""
+    """Returns the results that differ between fused and unfused runs, "" if all are equal."""
     fused, counts, y = _one_way(*case)
     assert is_fused(y), "one node"
     before = run_layer._may_fuse
@@ -107,8 +103,8 @@ def _both_ways(*case: Any) -> str:
 
 
 def both_ways(rank: int) -> dict[Any, str]:
-    """For each case what is wrong with it."""
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # sums of gradients have one order
+    """Returns for each case an error message, "" if it passed."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # a fixed order of gradient sums
     te.initialize_ub([TOKENS * 2, 64], dist.get_world_size())
     found = {case: attempt(_both_ways, *case) for case in cases(most=here().type == "cuda")}
     te.destroy_ub()

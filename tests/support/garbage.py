@@ -1,12 +1,13 @@
-"""When Python collects garbage in processes of tests."""
+"""Settings of Python's garbage collector in test processes."""
 
 import gc
 
 
 def collect_seldom() -> None:
-    """Leave out the objects of now, and begin later: compilers spend a tenth of their time in it.
+    """Makes garbage collection rare: compilers would spend a tenth of their time in it.
 
-    Tests collect garbage, too, which takes half a second with the objects of all tests.
+    Objects that exist now are never scanned. Tests that call `gc.collect()` would otherwise need
+    half a second for the objects of all tests.
     """
     gc.freeze()
     gc.set_threshold(20_000)

@@ -1,4 +1,4 @@
-"""Products in float64 and how far a native one may be from them."""
+"""GEMMs in float64, and bounds for the error of native GEMMs."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ E4M3, E5M2 = 5, 6
 FP8_TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 PLAIN_TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# Half a unit in the last place, relative.
+# Relative error of one rounding: half a unit in the last place.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
 @dataclass
 class Operand:
-    """One side of a product: what the op takes, and its values as float64 `[m or n, k]`."""
+    """One operand of a GEMM: the data for the op, and the values as float64 `[m or n, k]`."""
 
     data: torch.Tensor
     values: torch.Tensor
@@ -43,7 +43,7 @@ def fp8(rows: int, k: int, format: int, scale: float = 4.0) -> Operand:
 
 
 def operands(m: int, n: int, k: int, kind: object, layout: str = "TN") -> tuple[Operand, Operand]:
-    """`kind` is a dtype, or a pair of FP8 formats; the layout's letters are BLAS's."""
+    """Makes both operands; `kind` is a dtype or a pair of FP8 formats, `layout` as in BLAS."""
     if isinstance(kind, torch.dtype):
         return plain(m, k, kind, layout[1] == "T"), plain(n, k, kind, layout[0] == "N")
     return fp8(m, k, kind[0]), fp8(n, k, kind[1])
@@ -65,16 +65,17 @@ def product(a: Operand, b: Operand) -> torch.Tensor:
 
 
 def rounding(value: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """cuBLASLt rounds a 16-bit product before it adds D."""
+    """Bound for a rounding before D is added: cuBLASLt rounds a 16-bit product first."""
     return value.abs() * (torch.finfo(dtype).eps / 2 if device == "cuda" else 0)
 
 
 def slack(a: Operand, b: Operand, device: str, fast: bool = False) -> torch.Tensor:
-    """What rounding inside the sum may add up to, element by element.
+    """Bound for the rounding errors inside the sum of each element.
 
-    A share of the sum of magnitudes: fp32 sums; TF32 drops 13 bits of each factor; the tensor
-    cores keep about 14 bits of an FP8 sum, for 128 terms or (fast) for all, counted from the
-    greatest term: where magnitudes differ from block to block, the small ones lose more.
+    The bound is a share of the sum of magnitudes. fp32 sums add fp32 errors, and TF32 drops 13 bits
+    of each factor. The tensor cores keep about 14 bits of an FP8 sum, over 128 terms or (fast) over
+    all terms. The bits count from the largest term, so small terms lose more if magnitudes differ
+    from block to block.
     """
     if device == "cpu":
         share = 2**-20
@@ -90,7 +91,7 @@ def slack(a: Operand, b: Operand, device: str, fast: bool = False) -> torch.Tens
 def assert_close(
     result: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | float = 0.0
 ) -> None:
-    """Within one rounding to the result's dtype, and `slack` besides."""
+    """Asserts equality within one rounding to the result's dtype, plus `slack`."""
     bound = 1.01 * ROUNDING[result.dtype] * expected.abs() + slack + 1e-6
     error = (result.detach().cpu().double() - expected.view(result.shape)).abs()
     excess = error - bound.view(result.shape)

@@ -1,4 +1,4 @@
-"""What the tests of CUDA graphs share."""
+"""A small TransformerLayer, its inputs, and a capture function for the tests of CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ HIDDEN, BATCH, STEPS = 64, 4, 10
 
 
 def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Of a step after three eager ones: the graph, and what each replay writes."""
+    """Captures a step after three eager ones; returns the graph and the output of its replays."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""What ranks of distributed/test_graphs_on_ranks run: layers that they share, in CUDA graphs."""
+"""Compares tensor-parallel layers in CUDA graphs with eager mode, on the ranks of a test."""
 
 import gc
 import warnings
@@ -42,7 +42,7 @@ def _input(step: int, sequence: bool) -> torch.Tensor:
 
 
 def _train(layer: Any, run: Any, precision: str, sequence: bool) -> list[torch.Tensor]:
-    """Outputs and gradients of some steps of gradient descent."""
+    """Returns outputs and input gradients of some steps of gradient descent."""
     found = []
     for step in range(STEPS):
         x = _input(step, sequence)
@@ -62,7 +62,7 @@ def _graphed(layer: Any, precision: str, sequence: bool) -> Any:
     if precision in RECIPES:
         more = {"enabled": True, "recipe": RECIPES[precision]}
         more["amax_reduction_group"] = dist.group.WORLD
-    callables._check_capturable([layer], None)  # also where nothing is captured
+    callables._check_capturable([layer], None)  # also checked on CPUs, where nothing is captured
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*CUDA graphs need samples on a CUDA device")
         return te.make_graphed_callables(layer, (_input(0, sequence),), **more)

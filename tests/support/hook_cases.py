@@ -1,4 +1,4 @@
-"""Layers that are trained for a few steps, and features that look at them or change them."""
+"""Small modules, a training loop, and features that record or modify tensors."""
 
 import torch
 
@@ -15,7 +15,7 @@ MODULES = {
 
 
 class Recorder:
-    """Looks at everything and changes nothing."""
+    """A feature that records every call and changes no tensor."""
 
     def __init__(self) -> None:
         self.calls = []
@@ -35,7 +35,7 @@ class Recorder:
 
 
 class Modifier:
-    """Doubles what it is given."""
+    """A feature that doubles tensors."""
 
     def __init__(self) -> None:
         self.calls = []
@@ -71,7 +71,7 @@ def build(name: str, device: str, dtype=torch.bfloat16):
 
 
 def train(module, recipe, tokens=(4, 8), steps=2, after_step=lambda: None):
-    """Outputs, input gradients and parameter gradients of a few steps."""
+    """Trains a few steps; returns outputs, input gradients and parameter gradients."""
     results = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)

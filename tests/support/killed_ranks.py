@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_killed_rank runs: train_gpt.py, of which one rank dies."""
+"""Runs train_gpt.py on two ranks of distributed/test_killed_rank; one rank is killed."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from train_gpt_runs import TINY
 import train_gpt
 from gpt.training import Training
 
-SAVED, LAST_STEP = 6, 9  # steps of the last checkpoint, and of the second rank, which then dies
+SAVED, LAST_STEP = 6, 9  # steps of the last checkpoint; steps of rank 1 before it is killed
 CONFIG = """\
 look:
   enabled: True
@@ -27,7 +27,11 @@ look:
 
 
 def train(rank: int, folder: Path, ports: tuple[int, int], ends: bool) -> None:
-    """Train to the end, and then with a rank that dies; or go on from its checkpoint."""
+    """Trains to the end, then again with a rank that is killed; or resumes that training.
+
+    With `ends`, both trainings start from scratch. Without, the second one goes on from its
+    checkpoint.
+    """
     torch.set_num_threads(1)
     os.chdir(folder)
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -1,6 +1,6 @@
-"""MultiheadAttention and TransformerLayer from their definition, in float64, batch first.
+"""MultiheadAttention and TransformerLayer from their definition: float64, batch first.
 
-Parameters come as a mapping from the names of the state dict to float64 tensors.
+Parameters are a dict from names in the state dict to float64 tensors.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Norm:
 
 
 def parameters_of(module):
-    """Float64 leaves of a module's parameters, by name."""
+    """Returns float64 copies of a module's parameters, by name, which require gradients."""
     return {
         name: parameter.detach().cpu().double().requires_grad_()
         for name, parameter in module.named_parameters()
@@ -41,7 +41,7 @@ def parameters_of(module):
 
 
 def below(parameters, prefix):
-    """The parameters of a child."""
+    """Returns the parameters of a child, by their names in the child."""
     start = f"{prefix}."
     return {k.removeprefix(start): v for k, v in parameters.items() if k.startswith(start)}
 
@@ -55,7 +55,7 @@ def norm(x, weight, bias, how):
 
 
 def linear(x, parameters):
-    """Split parameters are concatenated in the order in which they are registered."""
+    """Applies a Linear; split parameters are concatenated in the order of registration."""
     weights = [v for k, v in parameters.items() if k.endswith("weight") and "norm" not in k]
     biases = [v for k, v in parameters.items() if k.endswith("bias") and "norm" not in k]
     y = x @ torch.cat(weights).T
@@ -68,10 +68,10 @@ def norm_linear(x, parameters, how):
 
 
 def query_key_value(projection, heads):
-    """Query, key and value `[batch, sequence, heads, size]` of a projection's output."""
+    """Splits a projection's output into query, key and value `[batch, sequence, heads, size]`."""
     per_group = heads.heads // heads.groups
     queries, keys, values = [], [], []
-    rows = projection.split(heads.size, dim=-1)  # one row of `size` features each
+    rows = projection.split(heads.size, dim=-1)  # one block of `size` features each
     if heads.interleaved:
         for g in range(heads.groups):
             group = rows[g * (per_group + 2) : (g + 1) * (per_group + 2)]
@@ -93,14 +93,14 @@ def key_value(projection, heads):
 
 
 def rotated(x, angles):
-    """Rotary position embedding of `[batch, sequence, heads, size]` by `[sequence, size]`."""
+    """Applies rotary position embedding by `[sequence, size]` angles; `x` is batch first."""
     first, second = x.chunk(2, -1)
     angles = angles.double()[:, None]
     return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
 
 def multi_head(parameters, x, seen, heads, how, encoder_output=None, angles=None, post_bias=None):
-    """Output and the output of the input norm (None without one)."""
+    """Returns the output, and the output of the input norm (None without one)."""
     normed = None
     if encoder_output is None:
         if "layernorm_qkv.layer_norm_weight" in parameters:
@@ -140,7 +140,7 @@ class Layer:
 def transformer_layer(
     parameters, x, layer, seen, encoder_output=None, cross_seen=None, angles=None, post_bias=None
 ):
-    """No dropout."""
+    """Returns the output of the layer. There is no dropout."""
     how, heads = layer.how, layer.heads
     attention, normed = multi_head(
         below(parameters, "self_attention"), x, seen, heads, how, None, angles, post_bias
@@ -159,19 +159,19 @@ def transformer_layer(
     return norm(x, final["weight"], final.get("bias"), how) if final else x
 
 
-# Relative errors in the norm. GPUs multiply fp32 in TF32, which has 11 bits: a GEMM is wrong by a
-# few 2^-12, and a layer adds a few GEMMs.
+# Bounds of relative errors in the norm. GPUs multiply fp32 in TF32, which has 11 bits: a GEMM has
+# an error of a few 2^-12, and a layer adds the errors of a few GEMMs.
 FP32_BOUND = {"cpu": 5e-5, "cuda": 5e-3}
 BF16_BOUND = 4e-2
 
 
 def bound_of(dtype, device):
-    """The largest relative error of a layer's output; twice that for gradients."""
+    """The largest relative error of a layer's output; gradients may have twice that."""
     return FP32_BOUND[device] if dtype is torch.float32 else BF16_BOUND
 
 
 def assert_near(actual, expected, device):
-    """Equal but for the order of sums, which in TF32 decides how operands round."""
+    """Asserts equality up to the order of sums; in TF32 that order changes how operands round."""
     assert relative_error(actual, expected) < FP32_BOUND[device] / 10
 
 
@@ -181,10 +181,11 @@ def relative_error(actual, expected):
 
 
 def assert_same_gradients(module, parameters, bound):
-    """Gradients of all parameters, relative to their own norms.
+    """Asserts that gradients of all parameters agree, relative to their norms.
 
-    Those that are zero by definition (a bias of keys moves no softmax) are measured by the largest
-    gradient of their shape: they are what rounding leaves of sums as large as that.
+    Some gradients are zero by definition (a bias of keys changes no softmax). What is left of them
+    is the rounding error of large sums, so they are compared with the largest gradient of their
+    shape.
     """
     norms: dict[torch.Size, float] = {}
     for expected in (parameter.grad for parameter in parameters.values()):

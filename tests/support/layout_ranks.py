@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_layouts runs: checkpoints that other layouts go on with."""
+"""Checkpoints of distributed/test_layouts that a run with another layout resumes from."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import transformer_engine.pytorch as te
 
-# Each goes on where the one before it has stopped.
+# (layout, steps): each resumes from the checkpoint of the one before it.
 LAYOUTS = (
     ("one process", range(2)),
     ("DistributedDataParallel", range(2, 3)),
     ("fully_shard", range(3, 4)),
     ("one process", range(4, 6)),
 )
-# Those without FP8 weights and without a state of their own have the checkpoints of bf16.
+# With FP8 weights, all recipes. Without, bf16 and delayed are enough on CPUs: the other recipes
+# save no scaling state, so their checkpoints are like those of bf16.
 PRECISIONS = [
     (one, fp8)
     for one in RECIPES
@@ -33,7 +34,10 @@ PRECISIONS = [
 
 
 class _Trained:
-    """A layer under a layout, with its optimizer; weights differ until a checkpoint is loaded."""
+    """A layer under a layout, with its optimizer.
+
+    Layers with other seeds have other weights until they load a checkpoint.
+    """
 
     def __init__(self, layout: str, precision: str, fp8_weights: bool, seed: int) -> None:
         self.layout, self.recipe = layout, RECIPES[precision]
@@ -67,7 +71,7 @@ class _Trained:
 
 
 def _moved(precision: str, fp8_weights: bool, rank: int, group: Any, folder: Path) -> Any:
-    """Losses of a run that changes its layout, and of one that does not."""
+    """Returns the losses of a run that changes its layout, and of a run that does not."""
     losses: list[float] = []
     for number, (layout, steps) in enumerate(LAYOUTS):
         trained = _Trained(layout, precision, fp8_weights, seed=number + 1)
@@ -80,7 +84,7 @@ def _moved(precision: str, fp8_weights: bool, rank: int, group: Any, folder: Pat
 
 
 def layouts(rank: int) -> dict[str, Any]:
-    """Every case, by name."""
+    """Returns the losses of every case, by name."""
     group, found, folder = alone(rank), {}, [""]
     with TemporaryDirectory() as own:
         folder = [own]
@@ -88,5 +92,5 @@ def layouts(rank: int) -> dict[str, Any]:
         for precision, fp8_weights in PRECISIONS:
             name = f"{precision}{', FP8 weights' if fp8_weights else ''}"
             found[name] = _moved(precision, fp8_weights, rank, group, Path(folder[0]) / name)
-        dist.barrier()  # the folder is that of rank 0
+        dist.barrier()  # rank 0 deletes the folder
     return found

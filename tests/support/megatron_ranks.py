@@ -1,9 +1,9 @@
-"""Megatron-Core's GPT on two ranks, beside the same model on each rank alone.
+"""Compares Megatron-Core's GPT on two ranks with the same model on each rank alone.
 
-Megatron asks for the current CUDA device where it makes buffers; on CPUs that is answered. What it
-makes on "cuda" by name has no answer there: its schedules of pipelines, its optimizers, rotary
-positions, the stream of context parallelism and its slices of sequences. `megatron_training.py`
-runs these on GPUs.
+Megatron allocates buffers on the current CUDA device. On CPUs the tests replace
+`torch.cuda.current_device`. Where Megatron names "cuda" itself, CPUs cannot run it: pipeline
+schedules, optimizers, rotary positions, and the stream and sequence slices of context parallelism.
+`megatron_training.py` runs these on GPUs.
 """
 
 import functools
@@ -31,13 +31,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"context_parallel_size": 2},
 }
 PRECISIONS = {"fp32": None, "delayed": "delayed", "tensorwise": "tensorwise"}
-# Of losses. What ranks sum in another order, FP8 rounds to other codes, and all steps carry on.
+# Bounds for losses. Ranks sum in another order, FP8 rounds to other codes, and errors grow with
+# each step.
 BOUNDS = {"fp32": 1e-5, "delayed": 5e-3, "tensorwise": 5e-3}
 
 
 @contextmanager
 def groups(layout: dict[str, Any]) -> Iterator[Any]:
-    """Megatron's process groups."""
+    """Initialises Megatron's process groups and RNG tracker."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -58,7 +59,7 @@ def gpt(
     dtype: torch.dtype = torch.float32,
     fp8_param: bool = False,
 ) -> Any:
-    """This rank's part of the model, with weights in FP8 alone where asked for."""
+    """Returns this rank's part of the model; `fp8_param` keeps weights in FP8 only."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
@@ -106,9 +107,9 @@ def gpt(
 
 
 def take_parts(model: Any, whole: dict[str, torch.Tensor], layout: dict[str, Any]) -> None:
-    """Let a model have its part of the weights of one process."""
+    """Copies this rank's part of the weights of one process into a model."""
     rank = dist.get_rank()
-    later = rank if "pipeline_model_parallel_size" in layout else 0  # layers on the rank before
+    later = rank if "pipeline_model_parallel_size" in layout else 0  # layers on earlier ranks
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = whole[name.replace("layers.0", f"layers.{later}")]
@@ -117,25 +118,25 @@ def take_parts(model: Any, whole: dict[str, torch.Tensor], layout: dict[str, Any
                 dim = parameter.partition_dim
                 value = torch.cat([half.chunk(2, dim)[rank] for half in halves], dim)
             parameter.copy_(value)
-            if hasattr(parameter, "get_high_precision_init_val"):  # master weights begin with it
+            if hasattr(parameter, "get_high_precision_init_val"):  # master weights start from it
                 parameter.get_high_precision_init_val().copy_(value)
 
 
 def share_sequences(model: Any, group: Any) -> None:
-    """What Megatron does where there are CUDA streams."""
+    """Sets the context-parallel group, as Megatron does where there are CUDA streams."""
     for module in model.modules():
         if isinstance(module, te.DotProductAttention):
             module.set_context_parallel_group(group, dist.get_process_group_ranks(group), None)
 
 
 def batch(step: int) -> torch.Tensor:
-    """Words `[BATCH, LENGTH]` that begin alike and differ."""
+    """Returns tokens `[BATCH, LENGTH + 1]`; each row counts up in steps of its own."""
     start = torch.arange(LENGTH + 1, device=here()) + step % 2
     return torch.stack([start * (i + 1) % VOCABULARY for i in range(BATCH)])
 
 
 def losses(model: Any, layout: dict[str, Any], state: Any) -> list[float]:
-    """Of every step; of a pipeline's last rank."""
+    """Returns the losses of all steps; in a pipeline, only the last rank has losses."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -175,7 +176,7 @@ def losses(model: Any, layout: dict[str, Any], state: Any) -> list[float]:
 
 
 def _stage(model: Any, ids: Any, positions: Any, labels: Any) -> torch.Tensor | None:
-    """Forward and backward of this rank's half of the layers; the loss of the second one."""
+    """Runs forward and backward of this rank's half of the layers; rank 1 returns the loss."""
     shape = (LENGTH, BATCH, 64)
     if dist.get_rank() == 0:
         out = model(ids, positions, None)
@@ -196,7 +197,7 @@ def _stage(model: Any, ids: Any, positions: Any, labels: Any) -> torch.Tensor | 
 
 @functools.cache
 def _alone(recipe: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The parameters that one rank alone begins with, and its losses."""
+    """Returns the initial parameters of one rank alone, and its losses."""
     with groups({}) as state:
         alone = gpt({}, recipe)
         whole = {name: p.detach().clone() for name, p in alone.named_parameters()}
@@ -216,10 +217,10 @@ def _compared(layout: dict[str, Any], recipe: str | None) -> tuple[list[float], 
 
 
 def compared(rank: int) -> dict[str, Any]:
-    """Losses of ranks and of one rank alone, by layout and precision; or what went wrong."""
-    warnings.simplefilter("ignore")  # Megatron has many to give
+    """Returns losses of two ranks and of one, by layout and precision; or a traceback."""
+    warnings.simplefilter("ignore")  # Megatron emits many
     if here().type == "cpu":
-        torch.cuda.current_device = here  # where Megatron makes what collectives fill
+        torch.cuda.current_device = here  # Megatron allocates buffers of collectives here
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         for precision, recipe in PRECISIONS.items():

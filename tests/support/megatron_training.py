@@ -1,4 +1,4 @@
-"""Megatron-Core's own schedules and its distributed optimizer on two GPUs, beside one GPU."""
+"""Compares Megatron-Core's schedules and distributed optimizer on two GPUs with one GPU."""
 
 import functools
 import warnings
@@ -13,12 +13,12 @@ import transformer_engine.pytorch as te
 
 MICRO_BATCHES, STEPS = 4, 8
 FP8 = {"bf16": None, "delayed": "delayed", "tensorwise": "tensorwise"}
-# Of losses, as in `megatron_ranks`; bf16 sums are rounded where ranks meet.
+# Bounds for losses, as in `megatron_ranks`; in bf16, sums over ranks are rounded once more.
 BOUNDS = {"bf16": 2e-2, "delayed": 5e-2, "tensorwise": 5e-2}
 
 
 def _trained(layout: dict[str, Any], recipe: str | None, whole: Any, state: Any) -> list[float]:
-    """Losses of this rank's part under Megatron's optimizer; of a pipeline's last rank."""
+    """Returns this rank's losses under Megatron's optimizer; a pipeline's last rank has them."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -72,8 +72,8 @@ def _trained(layout: dict[str, Any], recipe: str | None, whole: Any, state: Any)
 
 
 def trained(rank: int) -> dict[str, Any]:
-    """Losses of two ranks and of each alone, by layout and precision; or what went wrong."""
-    warnings.simplefilter("ignore")  # Megatron has many to give
+    """Returns losses of two ranks and of each alone, by layout and precision; or a traceback."""
+    warnings.simplefilter("ignore")  # Megatron emits many
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         for precision, recipe in FP8.items():
@@ -83,7 +83,7 @@ def trained(rank: int) -> dict[str, Any]:
 
 @functools.cache
 def _alone(recipe: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The parameters that one rank alone begins with, and its losses."""
+    """Returns the initial parameters of one rank alone, and its losses."""
     with groups({}) as state:
         model = gpt({}, recipe, dtype=torch.bfloat16)
         whole = {key: p.detach().clone() for key, p in model.named_parameters()}
@@ -91,7 +91,7 @@ def _alone(recipe: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def _compared(layout: dict[str, Any], recipe: str | None) -> tuple[list[float], list[float]]:
-    """Losses of ranks that share a model, and of one rank alone."""
+    """Returns the losses of ranks that share a model, and of one rank alone."""
     whole, expected = _alone(recipe)
     with groups(layout) as state:
         return _trained(layout, recipe, whole, state), expected

@@ -1,4 +1,4 @@
-"""Linear, LayerNormLinear and LayerNormMLP written out in float64, and how far FP8 may stray."""
+"""Linear, LayerNormLinear and LayerNormMLP in float64, and bounds for errors of FP8."""
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ def norm(x: torch.Tensor, module: torch.nn.Module, p: dict[str, torch.Tensor]) -
 
 
 def forward(module: torch.nn.Module, x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the module should give, from parameters `p` by name."""
+    """Returns the expected output of a module, from parameters `p` by name."""
     kind = type(module).__name__
     if kind != "Linear":
         x = norm(x, module, p)
@@ -46,14 +46,14 @@ def forward(module: torch.nn.Module, x: torch.Tensor, p: dict[str, torch.Tensor]
 
 
 def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Signal to quantisation noise in dB."""
+    """Returns the signal to quantisation noise ratio in dB."""
     expected = expected.detach().cpu().double()
     noise = (actual.detach().cpu().double() - expected).square().sum()
     return float(10 * torch.log10(expected.square().sum() / noise.clamp(min=1e-300)))
 
 
-# Least SQNR in dB of outputs and gradients. fp32 on the GPU multiplies in TF32 (11 bits: 60 dB and
-# more); bf16 has 8 bits, so about 48 dB a rounding and some dB less after a few of them; E4M3 has 4
-# bits (28 dB a GEMM), E5M2 3 bits (22 dB).
+# Smallest SQNR in dB of outputs and gradients. fp32 on the GPU multiplies in TF32 (11 bits: 60 dB
+# and more); bf16 has 8 bits, so about 48 dB for one rounding and a few dB less after several; E4M3
+# has 4 bits (28 dB per GEMM), E5M2 3 bits (22 dB).
 LEAST = {"fp32": 55.0, "bf16": 38.0, "delayed": 17.0, "current": 17.0}
-LEAST |= {"blocks": 20.0, "other blocks": 20.0}  # E4M3 for gradients too
+LEAST |= {"blocks": 20.0, "other blocks": 20.0}  # gradients are E4M3, too

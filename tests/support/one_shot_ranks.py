@@ -1,4 +1,4 @@
-"""What ranks of distributed/test_one_shot run."""
+"""What each rank of distributed/test_one_shot runs: one-shot collectives and their definitions."""
 
 import os
 from pathlib import Path
@@ -13,13 +13,13 @@ from transformer_engine.pytorch.parallel.one_shot import one_shot_of
 
 
 def _drawn(rank: int) -> torch.Tensor:
-    """The tensor of a rank, which all ranks can draw."""
+    """Returns the input of a rank. Every rank can draw it."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(12, 5, generator=generator).to(here(), torch.bfloat16)
 
 
 def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In fp32, in the order of ranks, rounded once."""
+    """Sums in fp32, in the order of ranks, and rounds once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -27,7 +27,7 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _wrong(group: Any, ranks: list[int]) -> list[str]:
-    """Collectives of a group that differ from their definition."""
+    """Returns the names of the collectives of a group whose results differ from the definition."""
     own, count = ranks.index(dist.get_rank()), len(ranks)
     parts, x = [_drawn(rank) for rank in ranks], _drawn(dist.get_rank())
     mine = [part.chunk(count)[own] for part in parts]
@@ -45,7 +45,7 @@ def _wrong(group: Any, ranks: list[int]) -> list[str]:
 
 
 def all_of_them(rank: int) -> list[str]:
-    """What differs from its definition, in the group of all ranks and in a smaller one."""
+    """Returns the wrong collectives of the group of all ranks and of a smaller group."""
     ranks = [*range(dist.get_world_size())]
     smaller = dist.new_group(ranks[1:]) if len(ranks) > 2 else None
     groups = [(dist.group.WORLD, ranks)]
@@ -61,7 +61,7 @@ def all_of_them(rank: int) -> list[str]:
 
 
 def without(rank: int) -> list[str]:
-    """The same where they are switched off."""
+    """Returns the wrong collectives when one-shot collectives are switched off."""
     os.environ["TE_ONE_SHOT_COLLECTIVES"] = "0"
     wrong = _wrong(dist.group.WORLD, [*range(dist.get_world_size())])
     if one_shot_of(dist.group.WORLD, here()) is not None:
@@ -70,7 +70,10 @@ def without(rank: int) -> list[str]:
 
 
 def ends_early(rank: int, ready: str, outcome: str) -> None:
-    """Rank 1 ends where rank 0 waits for it. Its process is not reaped before both have ended."""
+    """Rank 1 exits while rank 0 waits for it in a collective.
+
+    Both leave with `os._exit`; the process of rank 1 is not reaped before both have ended.
+    """
     dist.init_process_group("gloo", init_method=f"file://{ready}", rank=rank, world_size=2)
     x = torch.ones(4)
     collectives.all_reduce(x, dist.group.WORLD)

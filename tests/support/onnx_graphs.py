@@ -1,4 +1,4 @@
-"""What the tests of `onnx_export` share: they export a model, and run its graph in onnxruntime."""
+"""Helpers that export a model by `onnx_export` and run its graph in onnxruntime."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def scope(recipe):
 
 
 def trained(model, inputs, recipe):
-    """The model after two steps, so that scales are not what they were at first."""
+    """Trains two steps, so that scales are no longer the initial ones, and returns the model."""
     for _ in range(2):
         with scope(recipe):
             loss = sum(y.float().square().sum() for y in listed(model(*inputs)))
@@ -45,12 +45,12 @@ def export(model, inputs, recipe=None, dynamic=({0: "batch", 1: "sequence"},), *
         ).model_proto
 
 
-# Before 1.32, onnxruntime takes float8 for int8 when it fuses operators.
+# Before 1.32, onnxruntime treats float8 as int8 when it fuses operators.
 FUSES_FLOAT8 = Version(onnxruntime.__version__) < Version("1.32")
 
 
 def run(proto, inputs, **entries):
-    """The results of onnxruntime, with its defaults where they work."""
+    """Returns the results of onnxruntime; fusions that break float8 are disabled."""
     options = onnxruntime.SessionOptions()
     if FUSES_FLOAT8:
         entries = {"disable_quant_qdq": "1", **entries}
@@ -71,7 +71,7 @@ def check(
     bound=1e-5,
     **options,
 ):
-    """Export with `inputs`, and compare on inputs of other sizes."""
+    """Exports with `inputs`, and compares the results on inputs of other sizes."""
     device = next(model.parameters(), inputs[0]).device
     inputs, others = (tuple(x.to(device) for x in some) for some in (inputs, others))
     trained(model, inputs, recipe)
@@ -81,8 +81,8 @@ def check(
         expected = listed(model(*others))
     for got, want in zip(run(proto, others), expected, strict=True):
         assert got.dtype == want.dtype
-        # In FP8 a value between two codes may round to either: x / (1 / scale) is not x * scale.
-        # Tensor cores add FP8 products in a short accumulator.
+        # In FP8 a value between two codes may round to either, because x / (1 / scale) is not
+        # exactly x * scale. Tensor cores add FP8 products in a short accumulator.
         in_fp8 = 2e-3 if device.type == "cpu" else 1e-2
         allowed = (bound if recipe is None else max(bound, in_fp8)) * want.double().norm().cpu()
         assert (got.double() - want.double().cpu()).norm() <= allowed
@@ -90,7 +90,7 @@ def check(
 
 
 class Calls(nn.Module):
-    """Calls of attention modules with keywords."""
+    """Calls attention modules with their keyword arguments."""
 
     def __init__(self, *calls):
         super().__init__()

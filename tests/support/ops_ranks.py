@@ -1,4 +1,4 @@
-"""Operations on two ranks: collectives, and products that ranks share, beside one process."""
+"""Compares operations on two ranks with one process: collectives, and tensor-parallel layers."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PRECISIONS: dict[str, tuple[bool, float]] = {"fp32": (False, 1e-5), "fp8": (True
 
 
 def _drawn(*shape: int) -> torch.Tensor:
-    """The same numbers on all ranks, others in each call."""
+    """Draws the same numbers on all ranks, and new ones in each call."""
     return torch.randn(*shape, device=here())
 
 
@@ -31,7 +31,7 @@ def _gathered(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def _passes(
     operation: ops.FusibleOperation, x: torch.Tensor, upstream: torch.Tensor, wanted: Any
 ) -> None:
-    """Eager, in a copy, and compiled: the result and the gradient of the input."""
+    """Compares result and input gradient: eager, of a copy, and compiled."""
     compiled = torch.compile(copy.deepcopy(operation), backend="aot_eager")
     for run in (operation, ops.Sequential(copy.deepcopy(operation)), compiled):
         leaf = x.clone().requires_grad_()
@@ -39,11 +39,11 @@ def _passes(
         out.backward(upstream)
         for one, other in zip((out, leaf.grad), wanted, strict=True):
             torch.testing.assert_close(one, other)
-        torch.testing.assert_close(leaf.detach(), x)  # which no collective has written
+        torch.testing.assert_close(leaf.detach(), x)  # no collective has overwritten the input
 
 
 def all_gather(rank: int) -> None:
-    """The rows of both; the gradient is summed and cut."""
+    """Gathers the rows of both ranks; the gradient is summed and split."""
     x, grads = _drawn(2, 3, 4), _drawn(2, 6, 4)
     wanted = (x.flatten(0, 1), grads.sum(0)[3 * rank : 3 * rank + 3])
     _passes(ops.AllGather(dist.group.WORLD), x[rank], grads[rank], wanted)
@@ -51,7 +51,7 @@ def all_gather(rank: int) -> None:
 
 
 def reduce_scatter(rank: int) -> None:
-    """A half of the sum; the gradient is put together."""
+    """Returns this rank's half of the sum; the gradient is gathered."""
     x, grads = _drawn(2, 6, 4), _drawn(2, 3, 4)
     wanted = (x.sum(0)[3 * rank : 3 * rank + 3], grads.flatten(0, 1))
     _passes(ops.ReduceScatter(dist.group.WORLD), x[rank], grads[rank], wanted)
@@ -64,7 +64,7 @@ def reduce_scatter(rank: int) -> None:
 
 
 def all_reduce(rank: int) -> None:
-    """The sum; the gradient, equal on both, as it is."""
+    """Returns the sum; the gradient is equal on both ranks and stays as it is."""
     x, grad = _drawn(2, 6, 4), _drawn(6, 4)
     for flag in (True, False):
         operation = ops.AllReduce(dist.group.WORLD, reduce_in_backward=flag)
@@ -72,7 +72,7 @@ def all_reduce(rank: int) -> None:
 
 
 def _share(whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
-    """Let a parameter have its part of a whole one."""
+    """Copies this rank's part of a whole parameter."""
     dims = [i for i in range(whole.ndim) if whole.shape[i] != part.shape[i]]
     with torch.no_grad():
         part.copy_(whole.chunk(2, dims[0])[rank] if dims else whole)
@@ -91,7 +91,7 @@ def _compared(
     fp8: bool,
     bound: float,
 ) -> None:
-    """A sequence on two ranks: the results, and all gradients, of the whole one on one."""
+    """Compares results and all gradients of a Sequential on two ranks with those on one."""
     for part, other in zip(shared.parameters(), whole.parameters(), strict=True):
         _share(other, part, rank)
     x, upstream = _drawn(ROWS, HIDDEN).requires_grad_(), _drawn(ROWS, HIDDEN)
@@ -113,13 +113,13 @@ def _compared(
         if grad.shape != want.shape:
             dim = next(i for i in range(want.ndim) if want.shape[i] != grad.shape[i])
             want = want.chunk(2, dim)[rank]
-        elif sequence:  # of norms, and of biases behind a scatter: trainers sum these
+        elif sequence:  # trainers sum these: of norms, and of biases after a reduce-scatter
             dist.all_reduce(grad)
         _close(grad, want, bound)
 
 
 def _linears(make: Callable[..., Any], sequence: bool, fp8: bool) -> Callable[[int], None]:
-    """Column-parallel, GELU, row-parallel: the operations talk themselves."""
+    """Column-parallel layer, GELU, row-parallel layer, which communicate inside."""
 
     def run(rank: int) -> None:
         def made(**first_and_second: Any) -> ops.Sequential:
@@ -144,7 +144,7 @@ def _linears(make: Callable[..., Any], sequence: bool, fp8: bool) -> Callable[[i
 
 
 def _mlp(sequence: bool, fp8: bool) -> Callable[[int], None]:
-    """As Megatron-Core builds it: the collective behind the second product is an operation."""
+    """An MLP as Megatron-Core builds it: the collective after the second GEMM is an operation."""
 
     def run(rank: int) -> None:
         device: Any = here()
@@ -191,6 +191,6 @@ for _precision, (_fp8, _) in PRECISIONS.items():
 
 
 def outcomes(rank: int) -> dict[str, str]:
-    """What each scenario raised on a rank, by name; empty where that is nothing."""
+    """Returns the traceback of each failed scenario on a rank, "" where it passed."""
     torch.manual_seed(0)
     return failures(SCENARIOS, rank)

@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_parallelize runs: a model of one process, and shared ones."""
+"""What each rank of distributed/test_parallelize runs: models on ranks, beside one process."""
 
 import copy
 import functools
@@ -21,11 +21,11 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
 
 WORDS, HIDDEN, TOKENS, BATCH = 64, 64, 16, 2
 PLAN = {"embedding": "scatter", "norm": "tokens", "head": "column"}
-BOUND = 2e-5  # of fp32 sums in another order, behind three steps
+BOUND = 2e-5  # of fp32 sums in another order, over three steps
 
 
 class Model(nn.Module):
-    """Words, layers of every kind of projection, and the words that follow."""
+    """A small GPT: embedding, layers with every kind of projection, norm and head."""
 
     def __init__(self, seed: int = 1) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class Trained:
     """A model with its optimizer.
 
     Args:
-        mesh: the ranks that share it; None for one process.
-        sharded: behind `fully_shard`, over `mesh["dp"]`.
-        options: of `parallelize`.
+        mesh: the ranks that share the model; None for one process.
+        sharded: apply `fully_shard` over `mesh["dp"]`.
+        options: keyword arguments of `parallelize`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def step(self, number: int, fp8: bool = False) -> tuple[float, float]:
-        """The loss, and the norm of the gradients."""
+        """Returns the loss, and the norm of the gradients."""
         generator = torch.Generator().manual_seed(number)
         words = torch.randint(WORDS, (TOKENS, BATCH), generator=generator).to(here())
         own, answers = (
@@ -117,7 +117,7 @@ class Trained:
         )
 
     def apart(self, other: "Trained") -> float:
-        """The largest difference of a parameter."""
+        """Returns the largest difference of a parameter."""
         whole = dict(other.model.named_parameters())
         found = [
             te.distributed.gather_parameter(self.model, name) - whole[name]
@@ -133,7 +133,7 @@ def _mesh(*names: str) -> DeviceMesh:
 
 @functools.cache
 def _alone(fp8: bool) -> tuple[Trained, list[tuple[float, float]]]:
-    """What one process has after three steps, and what they gave."""
+    """Returns one process after three steps, and the results of its steps."""
     alone = Trained()
     return alone, [alone.step(number, fp8) for number in range(3)]
 
@@ -146,7 +146,7 @@ def _close(shared: Trained, fp8: bool = False, bound: float = BOUND) -> None:
 
 
 def tensor_parallel(rank: int) -> None:
-    """Is the model of one process, and a copy of it is, too."""
+    """A tensor-parallel model agrees with one process, and so does a copy of it."""
     shared = Trained(_mesh("tp"))
     assert shared.model.layers[0].self_attention.proj.weight.shape == (HIDDEN, HIDDEN // 2)
     assert shared.model.layers[1].layernorm_mlp.fc1_weight.shape == (128, HIDDEN)
@@ -157,36 +157,36 @@ def tensor_parallel(rank: int) -> None:
 
 
 def sequence_parallel(rank: int) -> None:
-    """Is the model of one process, with tokens in parts between its layers."""
+    """Agrees with one process if tokens are sharded between its layers."""
     _close(Trained(_mesh("tp"), sequence_parallel=True))
 
 
 def sequence_parallel_in_fp8(rank: int) -> None:
-    """Is the model of one process, but for what FP8 rounds otherwise."""
+    """Agrees with one process up to rounding differences of FP8."""
     _close(Trained(_mesh("tp"), sequence_parallel=True), fp8=True, bound=2e-3)
 
 
 def context_parallel(rank: int) -> None:
-    """Is the model of one process, with a part of every sequence."""
+    """Agrees with one process if each rank has a part of every sequence."""
     for comm_type in ("p2p", "a2a"):
         _close(Trained(_mesh("cp"), cp_comm_type=comm_type))
 
 
 def tensor_and_context_parallel(rank: int) -> None:
-    """Is the model of one process, where pairs of ranks share layers, and pairs sequences."""
+    """Agrees with one process if pairs of ranks share layers, and other pairs share sequences."""
     for comm_type in ("p2p", "all_gather"):
         shared = Trained(_mesh("cp", "tp"), sequence_parallel=True, cp_comm_type=comm_type)
         _close(shared)
 
 
 def shards_of_shared_layers(rank: int) -> None:
-    """Are the model of one process, in fp32 and but for what FP8 rounds otherwise."""
+    """Agrees with one process under `fully_shard` over "dp", in fp32 and (more loosely) in FP8."""
     for fp8, bound in ((False, BOUND), (True, 2e-3)):
         _close(Trained(_mesh("dp", "tp"), True, sequence_parallel=True), fp8, bound)
 
 
 def checkpoints_of_other_layouts(rank: int) -> None:
-    """Saved by two ranks that share layers; loaded by one process and `fully_shard`, and back."""
+    """Saves from tensor-parallel ranks, loads into one process, then `fully_shard`, then ranks."""
     layouts: list[Callable[..., Trained]] = [
         lambda **seed: Trained(_mesh("tp"), sequence_parallel=True, **seed),
         Trained,
@@ -211,7 +211,7 @@ def checkpoints_of_other_layouts(rank: int) -> None:
 
 
 def whole_checkpoints(rank: int) -> None:
-    """A file of one process loads into what ranks share, and gathers from it."""
+    """A checkpoint of one process loads into a tensor-parallel model, and gathers from it."""
     alone, shared = Trained(seed=2), Trained(_mesh("tp"))
     shared.model.load_state_dict(alone.model.state_dict())
     assert shared.apart(alone) == 0.0
@@ -221,7 +221,7 @@ def whole_checkpoints(rank: int) -> None:
 
 
 def weights_in_fp8(rank: int) -> None:
-    """Are parts of what they were, bit for bit, with one scale; and train and travel so."""
+    """Sharded FP8 weights keep bits and scales; they train, save and load as such."""
     for recipe in (DelayedScaling(), Float8BlockScaling()):
         with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
             alone, shared, loaded, again = (_fp8_mlp(seed) for seed in (1, 1, 2, 3))
@@ -260,7 +260,7 @@ def weights_in_fp8(rank: int) -> None:
 
 
 def weights_in_fp8_that_are_cut_again(rank: int) -> None:
-    """By `fully_shard`, over the other dimension of a mesh: they train, and load what they save."""
+    """FP8 weights that `fully_shard` shards over the other dimension train, save and load."""
     sizes = (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh(here().type, sizes, mesh_dim_names=("dp", "tp"))
     with te.quantized_model_init():
@@ -288,7 +288,7 @@ def _fp8_mlp(seed: int) -> te.LayerNormMLP:
 
 
 def _trained(model: nn.Module, optimizer: Any, recipe: Any, number: int) -> torch.Tensor:
-    """The output of a step."""
+    """Returns the output of a training step."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(TOKENS, BATCH, 256, generator=generator).to(here(), torch.bfloat16)
     with te.fp8_autocast(fp8_recipe=recipe):
@@ -308,7 +308,7 @@ def _whole(x: Any) -> Any:
 
 
 class Experts(nn.Module):
-    """Of which ranks have parts: their sum is what one process has."""
+    """Grouped layers: the sum of the ranks' outputs is the output of one process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Experts(nn.Module):
 
 
 def experts(rank: int) -> None:
-    """A GroupedLinear by columns, and one by rows, in fp32 and with weights in FP8."""
+    """Compares a column-parallel and a row-parallel GroupedLinear, in fp32 and with FP8 weights."""
     sizes, x = [16, 0, 32], torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     for in_fp8 in (False, True):
         with te.quantized_model_init(in_fp8):
@@ -349,7 +349,7 @@ def experts(rank: int) -> None:
 
 
 def what_cannot_be_shared(rank: int) -> None:
-    """Is refused in words, and the model stays as it was."""
+    """Modules that cannot be shared raise an error, and the model stays unchanged."""
 
     class Own(te.Linear):
         def __init__(self) -> None:
@@ -396,5 +396,5 @@ SCENARIOS = {
 
 
 def scenarios(rank: int) -> dict[str, str]:
-    """What each of them found wrong."""
+    """Returns the traceback of each scenario that failed, "" where it passed."""
     return failures(SCENARIOS if dist.get_world_size() == 2 else OF_FOUR, rank)

@@ -1,4 +1,4 @@
-"""Collectives that go part by part through peer memory, however small, and on CPUs, too."""
+"""Forces small tensors through peer memory, part by part, on CPUs as well."""
 
 import gc
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from transformer_engine.pytorch.parallel import peer_memory
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.overlap import Overlap
 
-COLUMNS = -1  # in the place of a rank
+COLUMNS = -1  # stands for "columns" in lists of ranks
 
 
 @contextmanager
 def in_parts() -> Iterator[list[int]]:
     """Inside, layers that ask for overlap pass tensors part by part, however small they are.
 
-    Calls are as those with large inputs are. Yields a list that gets an element for each part
+    Layers choose the code path of large inputs. Yields a list that gets an element for each part
     whose transfer runs from Python.
     """
     patch = pytest.MonkeyPatch()
@@ -37,14 +37,14 @@ def in_parts() -> Iterator[list[int]]:
     try:
         with as_large_inputs(largest=1024):
             yield received
-        dist.barrier()  # nobody leaves while another still receives
+        dist.barrier()  # no rank leaves while another still receives
     finally:
         te.destroy_ub()
         patch.undo()
 
 
 def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
-    """Pass tensors through peer memory, however small they are, on CPUs, too."""
+    """Lets tensors of any size use peer memory, on CPUs as well; returns the list of transfers."""
     patch.setattr(peer_memory, "LEAST_BYTES", 0)
     patch.setattr(peer_memory, "DEVICES", {"cpu", "cuda"})
     received: list[int] = []
@@ -77,15 +77,15 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def matrix_in_parts(rank: int, cases: Any) -> Any:
-    """`tensor_parallel_ranks.matrix` in parts, and how many parts came."""
+    """Returns `tensor_parallel_ranks.matrix` with transfers in parts, and the number of parts."""
     with in_parts() as received:
         return tensor_parallel_ranks.matrix(rank, cases), len(received)
 
 
 def weights_in_fp8(rank: int) -> tuple[list[float], int]:
-    """How far results and gradients in parts are from those that arrive as a whole.
+    """Returns differences of results and gradients between transfers in parts and as a whole.
 
-    Also how many transposes were gathered by their columns.
+    The second value counts the transposes that were gathered by their columns.
     """
 
     def steps(overlap: Overlap) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ def weights_in_fp8(rank: int) -> tuple[list[float], int]:
 
 
 def tensors_left(rank: int) -> int:
-    """How many tensors some steps in parts leave behind where nobody collects garbage."""
+    """Returns how many tensors stay alive after some steps in parts without garbage collection."""
     with in_parts():
         shared = tensor_parallel_ranks.MODULES["layer"]
         layer, _ = tensor_parallel_ranks.pair(shared, True, torch.float32)
@@ -143,24 +143,21 @@ def tensors_left(rank: int) -> int:
 
 
 def rings_in_peer_memory(rank: int, cases: Any) -> Any:
-    """`context_cases.outcomes` whose rings pass tensors so, however small they are, and how many.
-
-    On GPUs that is peer memory.
-    """
+    """Returns `context_cases.outcomes` with rings in peer memory, and the number of transfers."""
     patch = pytest.MonkeyPatch()
     received = _use_peer_memory(patch)
     try:
         found = outcomes(rank, cases)
-        dist.barrier()  # nobody leaves while another still receives
+        dist.barrier()  # no rank leaves while another still receives
         return found, len(received)
     finally:
         patch.undo()
 
 
 def recorded_rings(rank: int) -> list[bool]:
-    """Whether rings of cuDNN run from recordings, with the bits of the first time.
+    """Whether rings with cuDNN are recorded, and whether all steps give the bits of the first.
 
-    Then whether they have the bits of calls that are not recorded.
+    Three steps may run from a recording; a fourth one is not recorded.
     """
     torch.manual_seed(2 + rank)
     query, *pair = (torch.randn(2, 16, n, 16, device=here()).bfloat16() for n in (4, 2, 2))
@@ -168,7 +165,7 @@ def recorded_rings(rank: int) -> list[bool]:
     found = []
     patch = pytest.MonkeyPatch()
     _use_peer_memory(patch)
-    # The gradient of queries is a sum in the order of cuDNN's blocks.
+    # The gradient of queries is a sum whose order depends on cuDNN's blocks.
     patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     try:
         for mask in ("causal", "no_mask"):
@@ -183,7 +180,7 @@ def recorded_rings(rank: int) -> list[bool]:
             found += [
                 torch.equal(x, y) for step in steps for x, y in zip(step, steps[0], strict=True)
             ]
-        dist.barrier()  # nobody leaves while another still receives
+        dist.barrier()  # no rank leaves while another still receives
     finally:
         patch.undo()
     return found
@@ -199,7 +196,7 @@ def _step(attention: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _asking(pair: Any) -> Any:
-    """`pair`, whose first module asks for overlap."""
+    """Returns `pair` with all layers of its first module asking for overlap."""
 
     def asking(*arguments: Any) -> Any:
         parallel, alone = pair(*arguments)

@@ -1,6 +1,7 @@
-"""What each rank of distributed/test_pipeline runs: a stage of a model.
+"""What each rank of distributed/test_pipeline runs: one stage of a pipeline.
 
-One process runs both stages in the same order, with a tensor in place of each message.
+For comparison, one process runs both stages in the same order and passes tensors instead of
+messages.
 """
 
 from collections.abc import Iterator
@@ -15,13 +16,13 @@ from torch import nn
 import transformer_engine.pytorch as te
 
 MICRO_BATCHES, STEPS = 4, 2
-# What a stage does in a step: the first one is a forward ahead.
+# Work of each stage in a step (F: forward, B: backward). The first stage is one forward ahead.
 FIRST = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
 LAST = ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
 
 
 class _Stage:
-    """A layer, the micro-batches on their way through it, and its optimizer."""
+    """A layer, its optimizer, and the micro-batches whose backward has not run."""
 
     def __init__(self, number: int, precision: str, group: Any) -> None:
         self.model = make("TransformerLayer", seed=number + 1)
@@ -30,7 +31,7 @@ class _Stage:
         self.running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, micro_batch: int, x: torch.Tensor) -> torch.Tensor:
-        """What the next stage gets; of the last one, the loss."""
+        """Returns the output for the next stage; the last stage returns the loss."""
         x = x.detach().requires_grad_()
         with te.autocast(
             self.recipe is not None, recipe=self.recipe, amax_reduction_group=self.group
@@ -41,7 +42,7 @@ class _Stage:
         return result.detach()
 
     def backward(self, micro_batch: int, grad: torch.Tensor | None) -> torch.Tensor:
-        """What the stage before gets."""
+        """Returns the gradient for the previous stage."""
         x, result = self.running.pop(micro_batch)
         result.backward(grad)
         assert x.grad is not None
@@ -65,7 +66,7 @@ def _received(source: int) -> torch.Tensor:
 
 
 def _stage_of_rank(rank: int, stage: _Stage) -> list[float]:
-    """Run a stage here; losses of the last one."""
+    """Runs a stage on this rank; only the last stage has losses."""
     losses, pending = [], []
     for step in range(STEPS):
         for kind, micro_batch in ((one[0], int(one[1])) for one in (FIRST, LAST)[rank]):
@@ -87,7 +88,7 @@ def _stage_of_rank(rank: int, stage: _Stage) -> list[float]:
 
 
 def _in_turn() -> Iterator[tuple[int, str, int]]:
-    """Both stages' work in an order that messages allow: stage, kind, micro-batch."""
+    """Yields (stage, kind, micro-batch) of both stages, in an order that messages allow."""
     yield 0, "F", 0
     for i in range(MICRO_BATCHES):
         if i + 1 < MICRO_BATCHES:
@@ -127,6 +128,6 @@ def _case(precision: str, rank: int, group: Any) -> dict[str, Any]:
 
 
 def pipeline(rank: int) -> dict[str, Any]:
-    """Every precision, by name."""
+    """Returns the result of each precision, by name."""
     group = alone(rank)  # each stage has one rank
     return {precision: _case(precision, rank, group) for precision in RECIPES}

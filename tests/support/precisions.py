@@ -1,4 +1,4 @@
-"""The precisions that tests go through."""
+"""The precisions that tests run in: recipes by name, and an autocast for each."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,6 +18,6 @@ RECIPES = {
 
 
 def scope(precision: str, **more: object) -> AbstractContextManager:
-    """An autocast with the recipe; none around high precision."""
+    """Returns an autocast with the recipe, or a null context for high precision."""
     recipe = RECIPES[precision]
     return nullcontext() if recipe is None else te.fp8_autocast(fp8_recipe=recipe, **more)

@@ -1,7 +1,8 @@
-"""Processes of several ranks, over gloo or NCCL.
+"""Starts processes of several ranks, over gloo or NCCL.
 
-An import of torch and of what is tested takes seconds, so ranks over gloo are forks of one process
-that has done that, which has the environment of the first start. CUDA does not survive a fork.
+Importing torch and this package takes seconds. Ranks over gloo are therefore forked from one server
+process that has imported them; they have the environment variables of the first start. CUDA does
+not survive a fork, so ranks over NCCL are spawned.
 """
 
 import multiprocessing
@@ -29,7 +30,7 @@ FORKED.set_forkserver_preload(
     [
         "transformer_engine.pytorch",
         "torch._dynamo",
-        "torch._inductor.compile_fx",  # of which any compiler of graphs imports much
+        "torch._inductor.compile_fx",  # any compiler backend imports much of it
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
     ]
@@ -54,13 +55,13 @@ SESSIONS = (
 def start_ranks(
     function: Callable[..., Any], arguments: tuple[Any, ...], world_size: int, backend: str
 ) -> None:
-    """Run `function(rank, *arguments)` in so many processes, to its end."""
+    """Runs `function(rank, *arguments)` in `world_size` processes until all have ended."""
     method = "forkserver" if backend == "gloo" else "spawn"
     mp.start_processes(function, arguments, nprocs=world_size, start_method=method)
 
 
 def run_rank(rank: int, backend: str, store: str, results: str) -> None:
-    """Save what every scenario gives on this rank, by name."""
+    """Saves the result of every scenario on this rank, by name."""
     with _joined(rank, 2, backend, store, seconds=60):
         outcomes = {run.__name__: run(rank) for run in SCENARIOS}
         for session in SESSIONS:
@@ -71,7 +72,7 @@ def run_rank(rank: int, backend: str, store: str, results: str) -> None:
 def run_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """What `function(rank, *arguments)` returns on each of so many processes of a group."""
+    """Returns the result of `function(rank, *arguments)` of each of `world_size` ranks."""
     with TemporaryDirectory() as folder:
         spawned = (world_size, backend, folder, function, arguments)
         start_ranks(_run_one, spawned, world_size, backend)
@@ -81,14 +82,14 @@ def run_ranks(
 def _run_one(
     rank: int, world_size: int, backend: str, folder: str, function: Any, arguments: Any
 ) -> None:
-    # Processors may be busy.
+    # A long timeout, because other processes may keep the cores busy.
     with _joined(rank, world_size, backend, f"{folder}/store", seconds=240):
         torch.save(function(rank, *arguments), f"{folder}/{rank}")
 
 
 @contextmanager
 def _joined(rank: int, world_size: int, backend: str, store: str, seconds: float) -> Iterator[None]:
-    """This process is a rank, with one thread; an error ends it."""
+    """Makes this process a rank with one thread; an exception ends the process."""
     torch.set_num_threads(1)
     collect_seldom()
     if backend == "nccl":

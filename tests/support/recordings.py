@@ -1,4 +1,4 @@
-"""What chains of modules have recorded."""
+"""Finds the recordings that the chains of a module have made."""
 
 from torch import nn
 
@@ -6,14 +6,14 @@ from transformer_engine.pytorch.chain.segment import Segment
 
 
 def segments_of(module: nn.Module) -> list[Segment]:
-    """Of every plan and every shape of a module's own chain, and of a layer's that is one node."""
+    """Returns the segments of all plans and shapes, of a module's chain and of its fused chain."""
     owners = [module, *getattr(module, "_fused", {}).values()]
     plans = [plan for one in owners for plan in getattr(one, "_plans", {}).values()]
     return [one for plan in plans for found in (plan.recordings or {}).values() for one in found]
 
 
 def all_recorded(module: nn.Module) -> bool:
-    """Every call that may be recorded ran from a recording, and so did every backward."""
+    """Whether every recordable segment ran from a recording, in forward and backward."""
     found = [one for one in segments_of(module) if one.recordable]
     return bool(found) and all(
         one.recorded is not None

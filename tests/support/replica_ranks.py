@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_replicas runs: DistributedDataParallel."""
+"""What each rank of distributed/test_replicas runs: layers under DistributedDataParallel."""
 
 from typing import Any
 
@@ -48,13 +48,17 @@ def _case(layer: str, precision: str, rank: int, group: Any, **options: Any) -> 
 
 
 def _accumulated(precision: str, rank: int, group: Any) -> dict[str, Any]:
-    """Two micro-batches a step: the first without a reduction of gradients, its weights cached."""
+    """Trains with two micro-batches per step.
+
+    The first micro-batch does not reduce gradients. The second uses the FP8 weights that the first
+    has cached.
+    """
     recipe, losses = RECIPES[precision], []
     model, reference = make("TransformerLayer"), make("TransformerLayer")
     wrapped, optimizer = DistributedDataParallel(model), _sgd(model)
     for step in range(2):
         for number in range(2):
-            wrapped.require_backward_grad_sync = number == 1  # what `no_sync` sets
+            wrapped.require_backward_grad_sync = number == 1  # as `no_sync` does
             with te.autocast(recipe is not None, recipe=recipe):
                 y = wrapped(micro_batch(step, number, rank, 2), is_first_microbatch=number == 0)
                 loss = loss_of(y)
@@ -67,7 +71,7 @@ def _accumulated(precision: str, rank: int, group: Any) -> dict[str, Any]:
 
 
 def _whole_batch(precision: str, rank: int, group: Any) -> float:
-    """How far losses are from those of one process that runs the whole batch at once."""
+    """Returns how far losses are from those of one process that runs the whole batch at once."""
     recipe, model, whole = RECIPES[precision], make("TransformerLayer"), make("TransformerLayer")
     losses = one_rank(DistributedDataParallel(model), recipe, rank, _sgd(model))
     optimizer, worst = _sgd(whole), 0.0
@@ -82,11 +86,11 @@ def _whole_batch(precision: str, rank: int, group: Any) -> float:
 
 
 def _gemms_before_buckets(rank: int, large: bool) -> list[int]:
-    """GEMMs of a backward that had run as each bucket of gradients was reduced, and all.
+    """Counts the GEMMs of a backward that ran before each bucket was reduced, and all of them.
 
     Args:
-        rank: number of this one.
-        large: the call is as one with a large input is.
+        rank: number of this rank.
+        large: run the code path of large inputs.
     """
     model, seen = make("TransformerLayer"), []
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)
@@ -97,7 +101,7 @@ def _gemms_before_buckets(rank: int, large: bool) -> list[int]:
         return work.then(lambda done: done.value()[0])
 
     wrapped.register_comm_hook(None, hook)
-    for step in range(2):  # buckets are laid out anew behind the first
+    for step in range(2):  # DistributedDataParallel rebuilds its buckets after the first step
         seen.clear()
         te.gemm_report(reset=True)
         with as_large_inputs(large):
@@ -113,7 +117,7 @@ def _gemms() -> int:
 
 
 def replicas(rank: int) -> dict[str, Any]:
-    """Every case, by name."""
+    """Returns the result of every case, by name."""
     group = alone(rank)
     found: dict[str, Any] = {
         f"{layer} {precision}": _case(layer, precision, rank, group) for layer, precision in PAIRS

@@ -1,8 +1,8 @@
-"""Layers, recipes and data of the tests of replicas, and what one process makes of them.
+"""Layers, recipes and data for tests of data parallelism, and their results in one process.
 
-One process runs the micro-batches of all ranks in one autocast, so that amaxes meet as they do over
-a group, and averages the gradients of the ranks as data-parallel trainers do: bit for bit what the
-ranks find. Sums over the whole batch in one GEMM may differ from it by their rounding.
+One process runs the micro-batches of all ranks in one autocast, so that amaxes are combined as they
+are over a group. It averages the gradients of the ranks as data-parallel trainers do. The results
+are bit for bit those of the ranks. One GEMM over the whole batch may round its sums differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 
-HIDDEN, HEADS, TOKENS, BATCH = 256, 4, 16, 4  # of the whole batch, over both ranks
+HIDDEN, HEADS, TOKENS, BATCH = 256, 4, 16, 4  # TOKENS and BATCH are those of all ranks
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
     "delayed": DelayedScaling(amax_history_len=4),
@@ -32,7 +32,7 @@ Model = Callable[..., torch.Tensor]
 
 
 class Grouped(nn.Module):
-    """Two experts, of half of the tokens each."""
+    """Two experts; each gets half of the tokens."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-# A TransformerLayer has the other layers inside, but for one: these meet a recipe each.
+# A TransformerLayer contains all other layers except GroupedLinear. On CPUs the contained layers
+# run with one recipe each.
 PAIRS = [
     (layer, precision)
     for precision in RECIPES
@@ -72,13 +73,16 @@ PAIRS = [
 
 
 def make(layer: str, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A layer, with the same weights in every process."""
+    """Makes a layer, with the same weights in every process."""
     torch.manual_seed(seed)
     return LAYERS[layer](params_dtype=dtype, device=here())
 
 
 def micro_batch(step: int, number: int, rank: int, count: int = 1) -> torch.Tensor:
-    """One of `count` of a rank: bf16 `[tokens, batch, hidden]`; amaxes differ between ranks."""
+    """Returns one of a rank's `count` micro-batches, bf16 `[tokens, batch, hidden]`.
+
+    The second rank has larger values, so that amaxes differ between the ranks.
+    """
     generator = torch.Generator().manual_seed(step)
     whole = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).bfloat16()
     whole[:, BATCH // 2 :] *= 3.0
@@ -91,7 +95,7 @@ def loss_of(y: torch.Tensor) -> torch.Tensor:
 
 
 def alone(rank: int) -> dist.ProcessGroup:
-    """The group of this rank, over which a reduction changes nothing."""
+    """Returns a group of this rank alone, over which a reduction changes nothing."""
     found: Any = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     return found
 
@@ -105,9 +109,9 @@ def one_process(
     micro_batches: int = 1,
     in_fp32: bool = False,
 ) -> list[float]:
-    """Train a model on the micro-batches of both ranks; the mean loss of each.
+    """Trains on the micro-batches of both ranks; returns the mean loss of each.
 
-    With `in_fp32` gradients are averaged in fp32, as `main_grad`.
+    With `in_fp32`, gradients are averaged in fp32 and stored in `main_grad`.
     """
     losses, parameters = [], list(model.parameters())
     for step in steps:
@@ -120,7 +124,7 @@ def one_process(
                     for rank in range(2)
                 ]
             losses.append(sum(loss.item() for loss in found) / 2)
-            for rank in (1, 0):  # the step ends behind the backward of the first call
+            for rank in (1, 0):  # the backward of the first call ends the step, so it runs last
                 for parameter, so_far in zip(parameters, gradients[rank], strict=True):
                     parameter.grad = so_far
                 found[rank].backward()
@@ -142,7 +146,7 @@ def one_rank(
     optimizer: torch.optim.Optimizer,
     steps: Sequence[int] = range(3),
 ) -> list[float]:
-    """Train a model that trainers have wrapped on the data of a rank; the mean loss of all."""
+    """Trains a wrapped model on the data of one rank; returns mean losses over the ranks."""
     losses = []
     for step in steps:
         with te.autocast(recipe is not None, recipe=recipe):
@@ -155,14 +159,14 @@ def one_rank(
 
 
 def mean_of_ranks(loss: torch.Tensor) -> float:
-    """Of all ranks."""
+    """Returns the mean of a loss over all ranks."""
     total = loss.detach().double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters in full, FP8 ones dequantised, and the scaling state, by name."""
+    """Returns full parameters (FP8 ones dequantised) and scaling state, by name."""
     found = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -171,7 +175,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def differences(model: nn.Module, reference: nn.Module) -> list[str]:
-    """The names of what is not the same, bit for bit."""
+    """Returns the names of values that are not equal bit for bit."""
     found, expected = values_of(model), values_of(reference)
     return sorted(
         name

@@ -8,7 +8,10 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Same shape, dtype and bits; NaNs are equal whatever their payload. Devices may differ."""
+    """Asserts equal shapes, dtypes and bits.
+
+    NaNs are equal whatever their payload. The tensors may be on different devices.
+    """
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
@@ -27,17 +30,20 @@ def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def assert_equal(
     actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
 ) -> None:
-    """As many tensors, each equal to its own, or None where that is None."""
+    """Asserts that tensors are equal pairwise, with None only where None is expected."""
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         same = a is b if a is None or b is None else torch.equal(a, b)
         assert same, f"tensor {i} differs"
 
 
 def assert_codes_close(actual: torch.Tensor, expected: torch.Tensor, share: float = 1e-3) -> None:
-    """FP8 codes behind transcendental functions: one code apart on at most `share` of them."""
+    """Asserts that FP8 codes are equal, or one code apart on at most `share` of the elements.
+
+    This is for codes of transcendental functions, whose results may round differently.
+    """
     assert actual.shape == expected.shape
     a, b = actual.detach().cpu().view(torch.uint8), expected.detach().cpu().view(torch.uint8)
-    # Sign and magnitude to a number line on which +0 and -0 meet.
+    # Map sign and magnitude to integers in the order of values, where +0 and -0 are equal.
     steps = [torch.where(c < 128, c.short(), 128 - c.short()) for c in (a, b)]
     distance = (steps[0] - steps[1]).abs()
     assert not bool((distance > 1).any())
@@ -47,9 +53,10 @@ def assert_codes_close(actual: torch.Tensor, expected: torch.Tensor, share: floa
 def assert_sum_close(
     actual: torch.Tensor, terms: torch.Tensor, axis: int | tuple[int, ...] = 0
 ) -> None:
-    """`actual` is the sum of `terms`, added in fp32 in any order and rounded once to its dtype.
+    """Asserts that `actual` is the sum of `terms`, added in fp32 and rounded once to its dtype.
 
-    The bound is the standard one: count * 2^-24 * sum of magnitudes, plus half an ulp of the dtype.
+    The order of additions is free. The bound is the standard one: count * 2^-24 * sum of
+    magnitudes, plus half an ulp of the dtype.
     """
     terms = terms.detach().cpu().double()
     exact = terms.sum(axis)

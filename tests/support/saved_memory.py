@@ -1,4 +1,4 @@
-"""What autograd saves for a backward."""
+"""Measures the memory that autograd saves for a backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @contextmanager
 def saved_storages(parameters: bool = True) -> Iterator[dict[int, int]]:
-    """Bytes of each storage of which a tensor is saved inside, by address.
+    """Yields `{address: bytes}` of the storages of tensors that autograd saves inside.
 
-    Those of parameters may be left out.
+    Storages of parameters are left out if `parameters` is False.
     """
     found: dict[int, int] = {}
 

@@ -55,7 +55,7 @@ def _made(layer: str, recipe: Recipe | None, fp8_weights: bool, **options: Any) 
 
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Every layer inside by itself, then what is left."""
+    """Applies `fully_shard` to the attention and MLP modules, then to the rest of the model."""
     inner = [m for m in model.modules() if isinstance(m, te.LayerNormMLP | te.MultiheadAttention)]
     for part in (*(m for m in inner if m is not model), model):
         fully_shard(part, mesh=mesh, **options)
@@ -76,14 +76,14 @@ def _case(
     model, reference = (_made(layer, recipe, fp8_weights, **keep) for _ in range(2))
     _fully_sharded(model, options.pop("mesh"), **options)
     losses = one_rank(model, recipe, rank, make_optimizer(model.parameters()))
-    if optimizer == "FusedSGD":  # whose kernel takes no DTensors
+    if optimizer == "FusedSGD":  # the kernel of FusedSGD takes no DTensors
         make_optimizer = OPTIMIZERS["SGD one by one"]
     expected = one_process(reference, recipe, group, make_optimizer(reference.parameters()))
     return {"losses": losses, "expected": expected, "differences": differences(model, reference)}
 
 
 def _flat(layer: str, precision: str, rank: int, group: Any, original: bool) -> dict[str, Any]:
-    """FullyShardedDataParallel."""
+    """Trains under FullyShardedDataParallel, whose parameters are flat."""
     recipe, make_optimizer = RECIPES[precision], OPTIMIZERS["SGD"]
     model, reference = make(layer), make(layer)
     wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=here())
@@ -95,7 +95,7 @@ def _flat(layer: str, precision: str, rank: int, group: Any, original: bool) -> 
 
 
 def _mixed(precision: str, rank: int, group: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    """fp32 parameters that are gathered in bf16, and their gradients reduced in fp32."""
+    """Trains fp32 parameters that are gathered in bf16; gradients are reduced in fp32."""
     recipe, rate = RECIPES[precision], 0.1
     model, reference = make("TransformerLayer", dtype=torch.float32), make("TransformerLayer")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -106,13 +106,13 @@ def _mixed(precision: str, rank: int, group: Any, mesh: DeviceMesh) -> dict[str,
 
 
 class _Fp32Masters:
-    """SGD of fp32 masters of bf16 parameters; gradients are in `main_grad`."""
+    """SGD that keeps fp32 masters of bf16 parameters, and reads gradients from `main_grad`."""
 
     def __init__(self, model: nn.Module, rate: float) -> None:
         masters = dict(make("TransformerLayer", dtype=torch.float32).named_parameters())
         self.pairs = [(p, masters[name].detach()) for name, p in model.named_parameters()]
         self.rate = rate
-        with torch.no_grad():  # releases of torch differ in what they draw for bf16
+        with torch.no_grad():  # releases of torch draw different bf16 numbers
             for parameter, master in self.pairs:
                 parameter.copy_(master)
 
@@ -128,7 +128,7 @@ class _Fp32Masters:
 
 
 class Collectives(TorchDispatchMode):
-    """Lists what is communicated inside: the name of each collective, and its bytes."""
+    """Records the name and the bytes of each collective that runs inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _gathered(fp8_weights: bool, mesh: DeviceMesh) -> int:
-    """Bytes that one rank gives to gather a weight."""
+    """Returns the bytes that one rank contributes to the gather of a weight."""
     with te.quantized_model_init(fp8_weights):
         model = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device=here())
     fully_shard(model, mesh=mesh)
@@ -153,7 +153,7 @@ def _gathered(fp8_weights: bool, mesh: DeviceMesh) -> int:
 
 
 def _collectives_of_a_step(name: str, mesh: DeviceMesh) -> int:
-    """Of an optimizer, for the four FP8 weights of a layer."""
+    """Counts an optimizer's all-reduces for the four FP8 weights of a layer."""
     model = _made("TransformerLayer", None, True)
     fully_shard(model, mesh=mesh)
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -164,7 +164,7 @@ def _collectives_of_a_step(name: str, mesh: DeviceMesh) -> int:
 
 
 def _clipped(capturable: bool, mesh: DeviceMesh) -> dict[str, float]:
-    """The norm of all gradients, and how a step by the factor that clips them ends."""
+    """Returns the norm of all gradients, and the weight after a step with the clip factor."""
     found = {}
     for way in ("cut", "whole"):
         torch.manual_seed(0)
@@ -181,7 +181,7 @@ def _clipped(capturable: bool, mesh: DeviceMesh) -> dict[str, float]:
 
 
 def _from_meta(fp8_weights: bool, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """A layer that was cut before it had memory."""
+    """Trains a layer that was sharded on the meta device, before it had memory."""
     torch.manual_seed(rank)
     with te.quantized_model_init(fp8_weights):
         model = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="meta")
@@ -200,7 +200,7 @@ def _from_meta(fp8_weights: bool, rank: int, mesh: DeviceMesh) -> dict[str, Any]
 
 
 def _errors(mesh: DeviceMesh) -> dict[str, str]:
-    """What is said about pieces that are written too early, or cut through blocks."""
+    """Returns the messages about shards that are written too early, or that split FP8 blocks."""
     found = {}
     model = _made("Linear", None, True)
     fully_shard(model, mesh=mesh)
@@ -222,7 +222,7 @@ def _errors(mesh: DeviceMesh) -> dict[str, str]:
 
 @torch.no_grad()
 def _slices(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """What writes to some rows of a piece do to the weight."""
+    """Writes to some rows of an FP8 shard, and compares the weight with expected values."""
     model = _made("Linear", None, True)
     fully_shard(model, mesh=mesh)
     model(micro_batch(0, 0, rank))
@@ -244,7 +244,7 @@ def _slices(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def shards(rank: int) -> dict[str, Any]:
-    """Every case, by name."""
+    """Returns the result of every case, by name."""
     group, mesh = alone(rank), init_device_mesh(here().type, (2,))
     found: dict[str, Any] = {}
     for layer, precision in PAIRS:
@@ -282,10 +282,11 @@ def shards(rank: int) -> dict[str, Any]:
 
 
 def initial_values(rank: int) -> dict[str, list[bool]]:
-    """About the values before the cast of a piece, for weights made with memory and on meta.
+    """Checks the high-precision initial values of FP8 shards, made with memory and on meta.
 
-    Whether the FP8 piece differs from them; whether the master weight equals them at first, after
-    it was set from them, and after a step of zero; and whether they were cleared.
+    Each result says: whether the FP8 shard differs from the initial values; whether the master
+    weight equals them at first, after it was set from them, and after a step with learning rate 0;
+    and whether they were cleared.
     """
     found = {}
     for device, rows in itertools.product((here().type, "meta"), (32, 48)):
@@ -315,9 +316,9 @@ def initial_values(rank: int) -> dict[str, list[bool]]:
 
 
 def uneven(rank: int) -> dict[int, bool]:
-    """Whether a layer of so many rows, cut among five ranks, is what one process has."""
+    """Whether a layer with this many rows, sharded over five ranks, agrees with one process."""
     found = {}
-    for rows in (32, 16):  # the last rank has fewer than others, or none
+    for rows in (32, 16):  # the last rank has fewer rows than others, or none
         layers = []
         for _ in range(2):
             torch.manual_seed(0)
@@ -335,7 +336,7 @@ def uneven(rank: int) -> dict[int, bool]:
 
 
 def hybrid(rank: int) -> dict[str, Any]:
-    """Replicas of a layer with FP8 weights, each cut among two of four ranks."""
+    """Trains replicas of a layer; two of four ranks shard each replica."""
     found = {}
     mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("replica", "shard"))
     group = alone(rank)
@@ -344,7 +345,7 @@ def hybrid(rank: int) -> dict[str, Any]:
         model, reference = (_made("TransformerLayer", recipe, fp8_weights) for _ in range(2))
         _fully_sharded(model, mesh)
         optimizers = [OPTIMIZERS["SGD"](one.parameters()) for one in (model, reference)]
-        # Replicas get the same data, so that the mean over all ranks is that over a pair.
+        # Replicas get the same data, so the mean over all ranks is the mean over one pair.
         losses = one_rank(model, recipe, mesh["shard"].get_local_rank(), optimizers[0])
         expected = one_process(reference, recipe, group, optimizers[1])
         found[precision] = {

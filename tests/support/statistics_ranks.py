@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_statistics_reduction runs."""
+"""What each rank of distributed/test_statistics_reduction runs: statistics over two ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ LAYER = {"layer": moments_of(*ALL)}
 
 
 def parts_of(rank: int) -> list[torch.Tensor]:
-    """Micro-batches of a rank: unequal ones, and none on rank 1 in some tests."""
+    """Returns the micro-batches of a rank, of unequal sizes."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((100, 3, 1), (7,))[rank]
     parts = [torch.randn(n, 8, generator=generator) + 10 * rank for n in sizes]
@@ -56,7 +56,7 @@ def layers_in_another_order(rank: int) -> Outcome:
 
 
 def weights(rank: int) -> Outcome:
-    """Of a tensor parallel group, of one that is not reduced, and of no group."""
+    """Weights of a tensor-parallel group, with the reduction switched off, and without a group."""
     outcome = {}
     group = dist.new_group([0, 1])
     for name, tp_group, tp_size, reduced in (
@@ -77,7 +77,7 @@ def weights(rank: int) -> Outcome:
 
 
 def steps_between(rank: int) -> Outcome:
-    """Only every second step is due, and only rank 0 feeds in the fourth."""
+    """Only every second step is due. In step 4, only rank 0 feeds a tensor."""
     session = Session(
         FakeManager({"layer": moments_of("l1_norm", schedule=Every(2))}, text=Every(2))
     )
@@ -91,7 +91,7 @@ def steps_between(rank: int) -> Outcome:
 
 
 def layers_that_come_later(rank: int) -> Outcome:
-    """More of them than the first collective had room for."""
+    """Feeds more layers than the first collective had room for."""
     layers = {f"layer.{i}": moments_of("max") for i in range(100)}
     session = Session(FakeManager(layers))
     for count in (1, 100, 100):
@@ -130,7 +130,7 @@ def different_layers_later(rank: int) -> Outcome:
 
 
 def _step(folder: Path, pattern: str, x: torch.Tensor) -> str:
-    """A real session: statistics of two layers by hand."""
+    """Runs a real session that feeds the tensors of two layers."""
     config = section("LogTensorStats", pattern, tensors=["activation"], stats=list(ALL))
     with debugging(folder, config):
         for layer in ("a", "b"):

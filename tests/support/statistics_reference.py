@@ -1,4 +1,4 @@
-"""Statistics by definition, in float64 torch."""
+"""Statistics by their definitions, in float64 torch."""
 
 import math
 
@@ -8,7 +8,7 @@ ALL = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_r
 
 
 def reference(*parts: torch.Tensor) -> dict[str, float]:
-    """Of the elements of all parts together."""
+    """Returns the statistics of the elements of all parts together."""
     x = torch.cat([part.detach().cpu().double().flatten() for part in parts])
     magnitudes = x.abs()
     nonzero = magnitudes[magnitudes != 0]
@@ -27,9 +27,9 @@ def reference(*parts: torch.Tensor) -> dict[str, float]:
 
 
 def assert_statistics(found: dict[str, float], expected: dict[str, float]) -> None:
-    """Sums and norms within 1e-6, std within 1e-4, the rest exactly or nearly so.
+    """Asserts sums and norms within 1e-6, std within 1e-4, min, max and amax exactly.
 
-    Summands of either sign cancel in a mean: it is as exact as the largest of them allows.
+    Terms of either sign cancel in a mean, so its bound is relative to the amax.
     """
     assert set(found) <= set(expected)
     for name, value in found.items():

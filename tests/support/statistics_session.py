@@ -1,4 +1,4 @@
-"""A session of the debugger reduced to what statistics need, without configuration or files."""
+"""A debugger session with statistics only, without configuration or files."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def moments_of(*names: str, schedule: Any = None) -> list[Subscription]:
 
 @dataclass
 class FakeManager:
-    """Routes the layers in `requests`; keeps what is logged by iteration, layer and tensor."""
+    """Routes the layers in `requests`; stores logged values by iteration, layer and tensor."""
 
     requests: dict[str, list[Subscription]]
     config_hash: int = 1
@@ -78,7 +78,7 @@ class FakeManager:
 
 
 class Session:
-    """A manager and its collector; `feed` is what a hook does, `step` what the user does."""
+    """A manager and its collector. A hook calls `feed`, the user's code calls `step`."""
 
     def __init__(self, manager: FakeManager) -> None:
         self.manager = manager

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import transformer_engine.pytorch as te
 
-BEFORE, COMPARED = 11, 4  # steps; DistributedDataParallel needs so many before a capture
+BEFORE, COMPARED = 11, 4  # number of steps; before a capture, DistributedDataParallel needs 11
 
 
 def _replicas(precision: str) -> nn.Module:
@@ -21,7 +21,7 @@ def _replicas(precision: str) -> nn.Module:
 
 
 def _shards(precision: str) -> nn.Module:
-    """Of FP8 weights, except in bf16."""
+    """Makes sharded layers with FP8 weights; in bf16 the weights stay plain."""
     recipe = RECIPES[precision]
     with te.quantized_model_init(recipe is not None, recipe, preserve_high_precision_init_val=True):
         model = _layers()
@@ -80,7 +80,7 @@ def _losses(way: str, precision: str, rank: int, in_graph: bool) -> list[torch.T
 
 
 def step_graphs(rank: int) -> dict[tuple[str, str], list[list[float]]]:
-    """The losses of eager steps and those of graphs, for each case."""
+    """Returns the losses of eager steps and of replayed graphs, for each case."""
     found = {}
     for way in WAYS:
         for precision in RECIPES:

@@ -1,4 +1,4 @@
-"""Writes the log directories of runs that never took place, healthy but for chosen ailments."""
+"""Writes log directories of made-up training runs, healthy or with chosen faults."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def write_records(logdir: Path, records: list[dict], rank: int = 0, tail: str = 
 
 
 def write_series(logdir: Path, values: list[float | None], **where: str) -> Path:
-    """One series: the values at steps 0, 1, ...; `where` may name layer, tensor and statistic."""
+    """Writes one series: values of steps 0, 1, ...; `where` may name layer, tensor, statistic."""
     at = {"layer": "model.0.fc1", "tensor": "gradient", "statistic": "cur_amax", **where}
     return write_records(logdir, [record(i, value=v, **at) for i, v in enumerate(values)])
 
@@ -53,7 +53,7 @@ def layer_names(blocks: int) -> list[str]:
 
 
 def healthy(layer: int, tensor: str, statistic: str, step: int) -> float:
-    """A plausible value of a run in which all is well."""
+    """Returns a plausible value of a healthy run."""
     part = (1.0, 1.25, 0.8, 1.1)[layer % len(LAYERS_OF_BLOCK)]
     drift = 0.7 + part / (1 + step / 80) + random.uniform(-0.05, 0.05)
     size = {"activation": 1.0, "weight": 0.04, "gradient": 3e-4}[tensor] * part * (1 + layer / 40)
@@ -70,7 +70,10 @@ def healthy(layer: int, tensor: str, statistic: str, step: int) -> float:
 def write_run(
     logdir: Path, blocks: int = 2, steps: range = range(20), ailment: Ailment | None = None
 ) -> Path:
-    """A run of a transformer; `ailment(layer, tensor, statistic, step, value)` alters values."""
+    """Writes a run of a transformer.
+
+    `ailment(layer, tensor, statistic, step, value)` returns the value to write.
+    """
     names = layer_names(blocks)
     records = []
     for step in steps:
@@ -95,7 +98,7 @@ def write_run(
 
 
 def ill(layer: str, tensor: str, statistic: str, step: int, value: float) -> float | None:
-    """Something of everything: underflow that spreads, overflow, a jump, a dead weight, a NaN."""
+    """Alters values: underflow that spreads, overflow, a jump, a zero weight, a NaN."""
     block = int(layer.split(".")[2])
     part = layer.split(".", 3)[3]
     if tensor == "gradient" and part == "layernorm_mlp.fc1" and block >= 3:

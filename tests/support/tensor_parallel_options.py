@@ -1,6 +1,6 @@
-"""Arguments and surroundings of layers that ranks share; scenarios as in the file beside.
+"""Scenarios of options of tensor-parallel layers, as in `tensor_parallel_scenarios.py`.
 
-The judge is the same layer without the option, bit for bit where nothing is rounded otherwise.
+Each result is compared with the same layer without the option, bit for bit where both round alike.
 """
 
 import copy
@@ -32,7 +32,7 @@ def _input(sequence: bool = True) -> torch.Tensor:
 
 
 def _backward(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> torch.Tensor:
-    """The gradient of the input."""
+    """Returns the gradient of the input."""
     with scope(precision):
         y = layer(x, **more)
     y.backward(torch.ones_like(y) * 0.01)
@@ -45,7 +45,7 @@ def _gradients(layer: Any) -> list[torch.Tensor]:
 
 
 def _step(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> list[torch.Tensor]:
-    """Output and gradients."""
+    """Returns output and gradients."""
     with scope(precision):
         y = layer(x, **more)
     y.backward(torch.ones_like(y) * 0.01)
@@ -58,7 +58,7 @@ def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def weight_gradients_in_main_grad(rank: int) -> None:
-    """Are those that go into `grad`, from recordings and stage by stage."""
+    """`main_grad` gets the gradients that `grad` gets, from recordings and stage by stage."""
     for precision in PRECISIONS:
         for large in (False, True):
             with as_large_inputs(large):
@@ -70,7 +70,7 @@ def weight_gradients_in_main_grad(rank: int) -> None:
 
 
 def delayed_gradients(rank: int) -> None:
-    """Are those of a backward that waits for nothing, from recordings and stage by stage."""
+    """`backward_dw` gives the weight gradients of an undelayed backward, recorded or not."""
     shared: dict[str, Any] = {"tp_group": dist.group.WORLD, "params_dtype": torch.bfloat16}
     kinds: dict[str, Any] = {
         "mlp": lambda **more: te.LayerNormMLP(64, 128, set_parallel_mode=True, **more),
@@ -94,7 +94,7 @@ def delayed_gradients(rank: int) -> None:
 
 
 def grouped_layers(rank: int) -> None:
-    """Have their parts of each weight, and leave sums and gathers to who calls them."""
+    """Grouped layers shard each weight, and leave sums and gathers to the caller."""
     splits, x = [32, 0, 16], torch.randn(48, 64, generator=torch.Generator().manual_seed(2))
     for precision in PRECISIONS:
         for mode in ("column", "row"):
@@ -114,7 +114,7 @@ def grouped_layers(rank: int) -> None:
             te.parallel_report(reset=True)
             with scope(precision):
                 y, part = whole(first, splits), own(second, splits)
-            part = part.float()  # a trainer's sum, or none
+            part = part.float()  # a sum that the trainer does; none for columns
             if dim:
                 dist.all_reduce(part)
             y.float().square().sum().backward()
@@ -145,7 +145,7 @@ def grouped_layers(rank: int) -> None:
 
 
 def micro_batches(rank: int) -> None:
-    """Use the FP8 weight of the first one."""
+    """Later micro-batches use the FP8 weight that the first has cached."""
     for precision in PRECISIONS:
         plain, cached = _layer(), _layer()
         for first in (True, False, False):
@@ -153,14 +153,14 @@ def micro_batches(rank: int) -> None:
             cached.zero_grad()
             own = _step(cached, _input(), precision, is_first_microbatch=first)
             other = _step(plain, _input(), precision)
-            if precision == "delayed":  # which casts weights anew with the scale of each step
+            if precision == "delayed":  # without a cache, weights are cast again
                 assert difference(own[0], other[0]) < 0.05
             else:
                 assert _equal(other, own), (precision, first)
 
 
 def weights_in_fp8(rank: int) -> None:
-    """Are shards of FP8 weights; the layer computes what it does with weights that it casts."""
+    """FP8 weights are sharded, and the layer computes what it does with weights that it casts."""
     for precision in PRECISIONS[1:]:
         plain = _layer()
         with te.fp8_model_init(recipe=RECIPES[precision]):
@@ -171,7 +171,7 @@ def weights_in_fp8(rank: int) -> None:
 
 
 def recomputed_layers(rank: int) -> None:
-    """Give the same bits; each rank keeps its part of the input."""
+    """Recomputed layers give the same bits, with sharded activations saved."""
     for precision in PRECISIONS:
         for sequence in (False, True):
             plain, layer = _layer(sequence), _layer(sequence)
@@ -187,7 +187,7 @@ def recomputed_layers(rank: int) -> None:
 
 
 def recomputed_mlps(rank: int) -> None:
-    """Give the same bits, with and without sequence parallelism."""
+    """Recomputed MLPs give the same bits, with and without sequence parallelism."""
     for precision in PRECISIONS:
         for sequence in (False, True):
             found = []
@@ -200,7 +200,7 @@ def recomputed_mlps(rank: int) -> None:
 
 
 def stage_by_stage_and_recorded(rank: int) -> None:
-    """Give the same bits."""
+    """Recorded runs and runs stage by stage give the same bits."""
     for precision in PRECISIONS:
         for sequence in (False, True):
             recorded = _step(_layer(sequence), _input(sequence), precision)
@@ -209,7 +209,7 @@ def stage_by_stage_and_recorded(rank: int) -> None:
 
 
 def _shared(sequence: bool) -> dict[str, Any]:
-    """Options of a module that ranks share."""
+    """Returns options of a module that ranks share."""
     options: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": sequence}
     return options | {
         "tp_group": dist.group.WORLD,
@@ -230,9 +230,9 @@ def _attention(sequence: bool) -> te.MultiheadAttention:
 
 
 def compiled_layers(rank: int) -> None:
-    """Compute what eager ones do, in two steps of one graph; the two halves of a whole layer.
+    """Compiled layers compute what eager ones do, in two steps of one graph.
 
-    Each takes seconds to compile.
+    An attention module and an MLP stand for a whole layer, because each takes seconds to compile.
     """
     cases = ((_attention, True, "current"), (_mlp, True, "delayed"), (_mlp, False, "bf16"))
     for make, sequence, precision in cases:
@@ -250,7 +250,7 @@ def compiled_layers(rank: int) -> None:
 
 
 def copies(rank: int) -> None:
-    """Share the ranks; what is saved and loaded gets its group anew."""
+    """A deep copy keeps the group; a loaded layer gets its group set again."""
     layer = _layer()
     first = _step(layer, _input(), "bf16")
     layer.zero_grad()
@@ -264,7 +264,11 @@ def copies(rank: int) -> None:
 
 
 def dropout_inside_and_outside(rank: int) -> None:
-    """Draws unlike numbers for the heads of ranks, and like ones for what all of them have."""
+    """Dropout draws different numbers for the heads of each rank, equal ones outside.
+
+    Attention uses the tracker's seed of each rank. Hidden dropout acts on values that all ranks
+    have.
+    """
     tracker = te.CudaRNGStatesTracker("cpu")
     tracker.add("model-parallel-rng", 100 + rank)
     options: dict[str, Any] = {"tp_group": dist.group.WORLD, "tp_size": 2}
@@ -287,7 +291,7 @@ def dropout_inside_and_outside(rank: int) -> None:
 
 
 def report_of_what_was_sent(rank: int) -> None:
-    """Counts collectives and bytes: those of FP8 are half of bf16's."""
+    """The report counts collectives and bytes; FP8 gathers have half the bytes of bf16."""
     sizes = {}
     for precision in ("bf16", "delayed"):
         te.parallel_report(reset=True)
@@ -295,16 +299,16 @@ def report_of_what_was_sent(rank: int) -> None:
             _step(_layer(name="layer"), _input(), precision)
         report = te.parallel_report(reset=True)
         found = {(s.collective, s.direction): n for s, (n, _) in report.counts.items()}
-        assert found[("reduce-scatter", "forward")] == 1, found  # of each layer
+        assert found[("reduce-scatter", "forward")] == 1, found  # one per layer
         per_layer = {sent.layer for sent in report.counts}
         assert per_layer == {f"layer.{part}" for part in LAYERS}, per_layer
         sizes[precision] = report
     shard = _input().nbytes
     bf16, fp8 = sizes["bf16"], sizes["delayed"]
-    gathers = 2 * 3  # QKV's and FC1's input, twice, and gradients of PROJ's and FC2's output
+    gathers = 2 * 3  # inputs of QKV and FC1 (twice each), gradients of PROJ's and FC2's output
     assert bf16.bytes() == (gathers + 8) * shard, bf16.bytes() / shard
     assert fp8.bytes("fp8") == gathers * shard // 2
-    assert fp8.bytes("bfloat16") == 8 * shard  # four times the tokens of two ranks, scattered
+    assert fp8.bytes("bfloat16") == 8 * shard  # four reduce-scatters of the tokens of two ranks
     assert "under a GEMM" in str(fp8), str(fp8)
     _step(_layer(name="layer"), _input(), "delayed")
     small = te.parallel_report()

@@ -1,4 +1,4 @@
-"""Overlap that layers of two ranks ask for; a scenario as in tensor_parallel_scenarios."""
+"""A scenario, as in `tensor_parallel_scenarios.py`: layers that ask for overlap."""
 
 import torch
 from tensor_parallel_ranks import column_and_row, raised
@@ -7,7 +7,7 @@ import transformer_engine.pytorch as te
 
 
 def overlap_on_request(rank: int) -> None:
-    """Needs `initialize_ub` for the ranks of the layer; the report names the layer."""
+    """Overlap needs `initialize_ub` for the ranks of the layer; the report names the layer."""
     column, row = column_and_row(ub_overlap_ag=True, ub_name="fc1", name="fc")
     x = torch.randn(16, 64, dtype=torch.bfloat16)
     message = raised(RuntimeError, lambda: column(x))

@@ -1,4 +1,9 @@
-"""Modules that ranks share, beside the same module in one process on the gathered tensors."""
+"""Compares modules that ranks share with the same module in one process.
+
+`matrix` runs forward and backward of every module in `MODULES`, with and without sequence
+parallelism, in every precision. Results and gradients of a rank are compared with that rank's part
+of the tensors of one process.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,12 +30,13 @@ RECIPES = {
     "block": Float8BlockScaling(),
 }
 PRECISIONS = ("fp32", "bf16", "fp16", *RECIPES)
-# Of `difference`, for one GEMM. Sums over ranks are rounded to the dtype of activations once more,
-# 2^-9 of bf16. Under current scaling the shards of a weight, and of what a row-parallel layer
-# reads, have scales of their own: all of their codes differ, by half a code.
+# Bounds of `difference` for one GEMM. Sums over ranks are rounded once more to the dtype of
+# activations (2^-9 in bf16). Under current scaling, shards of a weight, and of the input of a
+# row-parallel layer, have a scale each: all of their codes differ, by half a code.
 BOUNDS = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 1.5e-3}
 BOUNDS |= {"delayed": 1e-2, "current": 0.15, "block": 1e-2}
-# Behind one another: of what was rounded otherwise a few elements are cast to codes 2^-4 apart.
+# Bounds for several GEMMs in sequence. Values that were rounded differently before may be cast to
+# neighbouring codes, which are 2^-4 apart.
 LAYER_BOUNDS = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
 LAYER_BOUNDS |= {"delayed": 0.15, "current": 0.2, "block": 0.1}
 
@@ -39,11 +45,11 @@ class Shared(NamedTuple):
     """A module that ranks share.
 
     Attributes:
-        make: with the arguments of tensor parallelism, or none.
-        columns: its input is that of a column-parallel GEMM; else features are shared, too.
-        rows: its output is that of a row-parallel GEMM; else outputs are shared.
-        halves: names of parameters whose two halves are shared each.
-        outputs: sizes of the outputs that are shared each, where they are.
+        make: the constructor; called with the arguments of tensor parallelism, or without.
+        columns: the input is that of a column-parallel GEMM; otherwise its features are sharded.
+        rows: the output is that of a row-parallel GEMM; otherwise its features are sharded.
+        halves: names of parameters of two halves, each of which is sharded.
+        outputs: if the output is sharded, the sizes of its sections, each of which is sharded.
     """
 
     make: Callable[..., Any]
@@ -106,14 +112,14 @@ MODULES = {
 
 
 def scope(precision: str) -> AbstractContextManager[Any]:
-    """What modules run in."""
+    """Returns the context that modules run in."""
     if precision in RECIPES:
         return te.fp8_autocast(fp8_recipe=RECIPES[precision], fp8_group=dist.group.WORLD)
     return nullcontext()
 
 
 def part(name: str, parameter: Any, whole: torch.Tensor, shared: Shared) -> torch.Tensor:
-    """What this rank has of a whole parameter (or of its gradient)."""
+    """Returns this rank's part of a whole parameter (or of its gradient)."""
     if parameter.shape == whole.shape:
         return whole
     dim = parameter.partition_dim
@@ -123,14 +129,14 @@ def part(name: str, parameter: Any, whole: torch.Tensor, shared: Shared) -> torc
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference, relative to that of what is expected."""
+    """Returns the norm of the difference, relative to the norm of `expected`."""
     actual, expected = actual.detach().double(), expected.detach().double()
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
 def pair(shared: Shared, sequence: bool, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The module that ranks share, and the same in one process, with equal parameters."""
+    """Returns the module on all ranks and the module in one process, with equal parameters."""
     options: dict[str, Any] = {"params_dtype": dtype, "device": here()}
     torch.manual_seed(1)
     alone = shared.make(**options)
@@ -140,7 +146,7 @@ def pair(shared: Shared, sequence: bool, dtype: torch.dtype) -> tuple[Any, Any]:
         for (name, own), whole in zip(parallel.named_parameters(), alone.parameters(), strict=True):
             if own.dim() == 1:
                 whole.normal_(1.0, 0.2)
-            else:  # scores of attention that tell keys apart
+            else:  # large enough that attention scores tell keys apart
                 whole.normal_(0.0, HIDDEN**-0.5)
             own.copy_(part(name, own, whole, shared))
     return parallel, alone
@@ -153,11 +159,11 @@ def _piece(x: torch.Tensor, dim: int) -> torch.Tensor:
 def run_step(
     shared: Shared, sequence: bool, modules: tuple[Any, Any], precision: str, seed: int
 ) -> Iterator[tuple[str, float]]:
-    """Forward and backward of both modules, and how far they are apart."""
+    """Runs forward and backward of both modules; yields the difference of each tensor."""
     parallel, alone = modules
     dtype = DTYPES.get(precision, torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
-    tokens = 128 if precision == "block" else TOKENS  # so that blocks are of one rank of two
+    tokens = 128 if precision == "block" else TOKENS  # whole blocks on each of two ranks
     x = torch.randn(tokens, BATCH, HIDDEN, generator=generator).to(here(), dtype)
     whole = x.clone().requires_grad_()
     with scope(precision):
@@ -184,14 +190,14 @@ def run_step(
     te.all_reduce_sequence_parallel_grads(parallel)
     for (name, p), q in zip(parallel.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None, name
-        if "key_bias" not in name:  # softmax is blind to it: its gradient is rounding
+        if "key_bias" not in name:  # softmax ignores it, so its gradient is rounding error
             yield f"{name} grad", difference(p.grad, part(name, p, q.grad, shared))
     parallel.zero_grad()
     alone.zero_grad()
 
 
 def scales_apart(parallel: torch.nn.Module, alone: torch.nn.Module) -> float:
-    """How far the scales of delayed scaling are apart."""
+    """Returns the largest relative difference of the scales of delayed scaling."""
     found = 0.0
     for ours, theirs in zip(parallel.modules(), alone.modules(), strict=True):
         for direction, state in getattr(ours, "scaling", {}).items():
@@ -201,7 +207,7 @@ def scales_apart(parallel: torch.nn.Module, alone: torch.nn.Module) -> float:
 
 
 def compare(name: str, sequence: bool, precision: str) -> dict[str, float]:
-    """The largest differences of some steps, by tensor."""
+    """Returns the largest difference of each tensor over some steps."""
     shared = MODULES[name]
     modules = pair(shared, sequence, DTYPES.get(precision, torch.bfloat16))
     found: dict[str, float] = {}
@@ -217,10 +223,10 @@ Case = tuple[str, bool, str]
 
 
 def bound(case: Case, backend: str) -> float:
-    """Of all differences of a case.
+    """Returns the bound for all differences of a case.
 
-    In fp32, kernels of GPUs sum otherwise for other sizes, and the backward of a norm at the end of
-    a layer cancels most of what comes in.
+    In fp32, GPU kernels sum in another order for other sizes, and the backward of a norm at the end
+    of a layer cancels most of the incoming gradient.
     """
     if backend == "nccl" and case[-1] == "fp32":
         return 5e-4
@@ -229,9 +235,10 @@ def bound(case: Case, backend: str) -> float:
 
 
 def cases(ranks: int) -> list[Case]:
-    """All of them on two ranks, of a layer alone on more.
+    """Returns the cases: all of them on two ranks, "layer" only on more.
 
-    Without a GPU other modules meet each precision in one of both ways, and each way half of them.
+    Without a GPU, other modules than "layer" run half of the pairs of precision and sequence
+    parallelism, such that each precision occurs once.
     """
     return [
         (name, sequence, precision)
@@ -244,7 +251,7 @@ def cases(ranks: int) -> list[Case]:
 
 
 def matrix(rank: int, which: list[Case]) -> dict[Case, Any]:
-    """`compare` of these."""
+    """Returns `compare` of each case."""
     return {case: compare(*case) for case in which}
 
 
@@ -252,7 +259,7 @@ CPU = {"device": "cpu"}
 
 
 def raised(error: type[Exception], call: Callable[[], Any]) -> str:
-    """What an error says."""
+    """Returns the message of an error."""
     try:
         call()
     except error as raised:
@@ -261,7 +268,7 @@ def raised(error: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def column_and_row(**more: Any) -> list[te.Linear]:
-    """A layer that ranks share by columns, and one by rows, with sequence parallelism."""
+    """Returns a column-parallel and a row-parallel layer, with sequence parallelism."""
     options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True, **CPU}
     options |= {"params_dtype": torch.bfloat16, **more}
     return [te.Linear(64, 64, parallel_mode=mode, **options) for mode in ("column", "row")]

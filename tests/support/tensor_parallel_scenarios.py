@@ -1,6 +1,6 @@
-"""What ranks of tests/distributed/test_tensor_parallel do beside the matrix.
+"""Scenarios of tests/distributed/test_tensor_parallel that go beyond the matrix of cases.
 
-A scenario returns what it found wrong, or nothing.
+A scenario raises an error if it finds something wrong.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
 def groups_that_do_not_fit(rank: int) -> None:
-    """Are refused in words, and so are others after the first forward."""
+    """Groups that do not match `tp_size` raise errors; after the first forward, new groups do."""
     world, alone = dist.group.WORLD, [dist.new_group([0]), dist.new_group([1])][rank]
     message = raised(ValueError, lambda: te.Linear(32, 32, tp_group=world, tp_size=4, **CPU))
     assert "expected tp_group of tp_size=4 ranks, got one of 2" in message, message
@@ -46,7 +46,7 @@ def groups_that_do_not_fit(rank: int) -> None:
 
 
 def tokens_that_do_not_divide(rank: int) -> None:
-    """Are refused on every rank, before any collective."""
+    """Raises an error on every rank, before any collective."""
     layer = te.Linear(
         32, 32, parallel_mode="row", sequence_parallel=True, tp_group=dist.group.WORLD, **CPU
     )
@@ -55,7 +55,7 @@ def tokens_that_do_not_divide(rank: int) -> None:
 
 
 def gathered_output_of_the_norm(rank: int) -> None:
-    """Is that of all tokens, and its gradient comes back."""
+    """The gathered norm output has all tokens, and its gradient reaches each rank's tokens."""
     torch.manual_seed(3)
     x = torch.randn(8, 32)
     options: dict[str, Any] = {
@@ -74,12 +74,12 @@ def gathered_output_of_the_norm(rank: int) -> None:
     (y, norm), (part, gathered) = alone(whole), shared(own)
     assert difference(gathered, norm) < 1e-6
     (y.sum() + 2 * norm.square().sum()).backward()
-    (part.sum() + gathered.square().sum()).backward()  # on both ranks: twice
+    (part.sum() + gathered.square().sum()).backward()  # on both ranks, so it counts twice
     assert difference(own.grad, whole.grad.chunk(2)[rank]) < 1e-5
 
 
 def shards_of_one_seed(rank: int) -> None:
-    """Are those of the weight that one process has, with a tracker or without."""
+    """With one seed, shards are parts of the weight of one process, with a tracker or without."""
 
     def tracker() -> te.CudaRNGStatesTracker:
         return trackers[0]
@@ -104,7 +104,7 @@ def shards_of_one_seed(rank: int) -> None:
 
 
 def draws_of_a_trainers_tracker(rank: int) -> None:
-    """Are of shards: Megatron-Core seeds each rank's tracker unlike."""
+    """Other trackers draw shards: Megatron-Core seeds the tracker of each rank differently."""
 
     class Tracker(te.CudaRNGStatesTracker):
         pass
@@ -125,7 +125,7 @@ def draws_of_a_trainers_tracker(rank: int) -> None:
 
 
 def attributes_of_parameters(rank: int) -> None:
-    """Are what trainers read."""
+    """Parameters have the attributes that trainers read."""
     layer = te.TransformerLayer(
         32,
         64,
@@ -153,7 +153,7 @@ def attributes_of_parameters(rank: int) -> None:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """Collectives as they start and are waited for, and the GEMMs between them."""
+    """Records when collectives start, and the GEMMs between them."""
     events: list[str] = []
     places: list[tuple[Any, str]] = [(dist, "all_reduce"), (gemm, "dgrad"), (gemm, "wgrad")]
     places += [(collectives, "gather_into"), (collectives, "scatter_into")]
@@ -178,7 +178,7 @@ def _logged() -> Iterator[list[str]]:
 
 
 def bytes_that_move(rank: int) -> None:
-    """Are those of FP8 where the GEMM takes FP8: activations, and gradients of row-parallel."""
+    """FP8 codes are sent for FP8 GEMMs: activations, and gradients of row-parallel layers."""
     for precision, amaxes in (("delayed", 0), ("current", 2), ("block", 0)):
         column, row = column_and_row()
         x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
@@ -190,12 +190,12 @@ def bytes_that_move(rank: int) -> None:
         assert len(codes) == (4 if precision == "block" else 3), (precision, events)
         assert not [event for event in gathers if event.endswith("bfloat16")], events
         maxima = [event for event in events if event == "all_reduce torch.float32"]
-        updates = 2 if precision == "delayed" else 0  # one a direction for all modules
+        updates = 2 if precision == "delayed" else 0  # one per direction for all modules
         assert len(maxima) == amaxes + updates, (precision, events)
 
 
 def weight_gradients_under_collectives(rank: int) -> None:
-    """The collective of dgrad's result starts before wgrad, and the input's gather before dgrad."""
+    """The input's gather starts before dgrad, and the collective of dgrad's result before wgrad."""
     with as_large_inputs():
         column, _ = column_and_row()
         y = column(torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_())
@@ -211,7 +211,7 @@ _PRECISIONS = ("bf16", "delayed", "current", "block")
 def _trained(
     precision: str, sequence: bool, steps: int, in_parts: bool = False, tokens: int = 128
 ) -> tuple[Any, list[torch.Tensor]]:
-    """The plan of a LayerNormMLP after some steps, and the last output and gradients."""
+    """Returns the plan of a LayerNormMLP after some steps, the last output and gradients."""
     torch.manual_seed(5)
     layer = te.LayerNormMLP(
         64,
@@ -238,7 +238,7 @@ def _trained(
 
 @contextmanager
 def _without_one_shot() -> Iterator[None]:
-    """Inside, no collective of the group is a one-shot collective."""
+    """Inside, the group has no one-shot collectives."""
     found = one_shot_of(dist.group.WORLD, torch.device("cpu"))
     assert found is not None
     one_shot._known[dist.group.WORLD] = None
@@ -249,14 +249,14 @@ def _without_one_shot() -> Iterator[None]:
 
 
 def _is_one_recording(recordings: dict[Any, Any]) -> bool:
-    """Whether the only segment, collectives included, runs from recordings in both directions."""
+    """Whether the only segment, with its collectives, runs from recordings both ways."""
     ((segment,),) = recordings.values()
     (way,) = segment.backwards.values()
     return segment.joined and segment.recorded is not None and not isinstance(way, str)
 
 
 def recordings_around_collectives(rank: int) -> None:
-    """Without one-shot collectives all but the collectives runs from recordings."""
+    """Without one-shot collectives, everything but the collectives runs from recordings."""
     for precision, sequence, large in product(_PRECISIONS, (False, True), (False, True)):
         with _without_one_shot(), as_large_inputs(large):
             plan, _ = _trained(precision, sequence, steps=2)
@@ -272,7 +272,7 @@ def recordings_around_collectives(rank: int) -> None:
 
 
 def recordings_with_collectives(rank: int) -> None:
-    """One-shot collectives are recorded with all else: equal bits, and an equal report."""
+    """One-shot collectives are recorded, too: equal bits, and an equal report."""
     for precision, sequence in product(_PRECISIONS, (False, True)):
         te.parallel_report(reset=True)
         plan, results = _trained(precision, sequence, steps=3)
@@ -286,7 +286,7 @@ def recordings_with_collectives(rank: int) -> None:
 
 
 def recordings_with_parts(rank: int) -> None:
-    """Large tensors that pass part by part are recorded with all else: equal bits and report."""
+    """Transfers of large tensors in parts are recorded, too: equal bits, and an equal report."""
     with passing_in_parts():
         for precision in _PRECISIONS:
             te.parallel_report(reset=True)
@@ -302,7 +302,7 @@ def recordings_with_parts(rank: int) -> None:
 
 
 def parts_of_odd_sizes(rank: int) -> None:
-    """Tokens that must be padded for FP8, and calls without gradients: as with one-shot ones."""
+    """Tokens that FP8 pads, and calls without gradients, give the bits of collectives."""
     with passing_in_parts():
         for precision in _PRECISIONS:
             for tokens in (128, 24):
@@ -317,7 +317,7 @@ def parts_of_odd_sizes(rank: int) -> None:
 
 
 def recipes_that_share_no_amaxes(rank: int) -> None:
-    """Are refused with sequence parallelism."""
+    """Recipes that do not reduce amaxes over the group raise errors with sequence parallelism."""
     column, _ = column_and_row(name="fc")
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     x = torch.randn(32, 64, dtype=torch.bfloat16)
@@ -354,5 +354,5 @@ SCENARIOS = {
 
 
 def scenarios(rank: int) -> dict[str, str]:
-    """What each of them found wrong."""
+    """Returns the traceback of each scenario that failed, "" where it passed."""
     return failures(SCENARIOS, rank)

@@ -1,4 +1,4 @@
-"""Settings of layers that two ranks share, set after construction; a scenario as beside."""
+"""Scenarios that change settings of tensor-parallel layers after construction."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def _input(kind: str, sequence: bool) -> torch.Tensor:
 
 
 def sequence_parallelism_that_is_set(rank: int) -> None:
-    """Is that of layers which were made with it, there and back, also from its first call on."""
+    """A layer whose `sequence_parallel` is set later equals a layer that was made with it."""
     for kind in _KINDS:
         for precision in ("fp32", "delayed", "current"):
             late = _made(kind, True)
@@ -75,7 +75,7 @@ def sequence_parallelism_that_is_set(rank: int) -> None:
 
 
 def parallel_modes_that_are_set(rank: int) -> None:
-    """Without one, a layer multiplies what the rank has by what the rank has."""
+    """Without a parallel mode, a layer multiplies its local input by its local weight."""
     for kind in ("column", "row", "norm"):
         layer = _made(kind, True)
         x = torch.randn(32, layer.in_features)
@@ -98,7 +98,7 @@ def parallel_modes_that_are_set(rank: int) -> None:
 
 
 def overlap_behind_settings(rank: int) -> None:
-    """Is what the arguments asked for, while tokens are shared."""
+    """Overlap is what the arguments asked for, as long as sequence parallelism is on."""
     options: dict[str, Any] = {"tp_group": dist.group.WORLD, "parallel_mode": "column", **CPU}
     layer = te.Linear(32, 64, sequence_parallel=True, ub_overlap_ag=True, ub_name="fc1", **options)
     assert layer.ub_overlap_ag_fprop and layer.ranks.overlap.gather
@@ -116,7 +116,7 @@ def overlap_behind_settings(rank: int) -> None:
 
 
 def taps_that_are_set(rank: int) -> None:
-    """Return the output of the norm of this rank's tokens, or of all."""
+    """The norm's output that a layer returns is that of this rank's tokens, or of all."""
     for kind in ("norm", "mlp"):
         layer, x = _made(kind, True), torch.randn(64, 32)
         own = x.chunk(2)[rank]

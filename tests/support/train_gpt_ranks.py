@@ -1,4 +1,4 @@
-"""What ranks of distributed/test_train_gpt_on_ranks run: the example, as under torchrun."""
+"""Runs the example train_gpt.py on ranks, with the environment variables of torchrun."""
 
 import os
 import sys
@@ -13,17 +13,17 @@ import train_gpt
 
 
 def run_layouts(number: int, port: int, runs: Sequence[tuple[int, list[str]]]) -> None:
-    """The example with these arguments, one run after the other, each with so many ranks.
+    """Runs the example once for each entry of `runs`, one run after the other.
 
     Args:
-        number: of this process; those above the ranks of a run sit it out.
-        port: of the first run; each has one of its own.
-        runs: how many ranks, and what the command line says.
+        number: number of this process; a run leaves out processes beyond its ranks.
+        port: port of the first run; each run has its own.
+        runs: pairs of the number of ranks and the command line.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     for i, (ranks, arguments) in enumerate(runs):
-        while i and not Path(f"ended.{i - 1}").exists():  # the checkpoint of the run before
+        while i and not Path(f"ended.{i - 1}").exists():  # for the previous checkpoint
             time.sleep(0.05)
         if number >= ranks:
             continue

@@ -14,7 +14,7 @@ TINY = [*SIZE.split(), "--validate-every", str(STEPS // VALIDATIONS)]
 
 
 def write_text() -> None:
-    """A text to train on, in the working directory."""
+    """Writes a text to train on into the working directory."""
     words = random.Random(0).choices(["scale", "amax", "history", "of", "the", "tensor"], k=3000)
     text = " ".join(words).encode()
     windows = VALIDATION_BATCHES * 4 * 32
@@ -22,12 +22,15 @@ def write_text() -> None:
 
 
 def run(*arguments: str, device: str = "cpu") -> int:
-    """The exit status."""
+    """Runs the example and returns its exit status."""
     return train_gpt.main([*TINY, "--data", "text", "--device", device, *arguments])
 
 
 def assert_same_run(one: str, other: str) -> dict[str, Any]:
-    """Every loss, validation, weight and scale of two finished runs is the same; the first."""
+    """Asserts that two finished runs have equal losses, validations, weights and scales.
+
+    Returns the first run.
+    """
     whole, parts = (torch.load(name, weights_only=True) for name in (one, other))
     assert whole["done"] == parts["done"] == STEPS
     assert whole["validation"] == parts["validation"]
