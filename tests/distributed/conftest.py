@@ -1,4 +1,4 @@
-"""What two ranks have found, for all tests here."""
+"""Runs the scenarios of two ranks once, for all tests of this directory."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from ranks import run_rank, start_ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test of a file waits for what ranks do for all, which other processes may delay."""
+    """Gives tests a long timeout: the first one of a file waits for the scenarios on all ranks."""
     folder = str(Path(__file__).parent)
     for item in items:
         if str(item.path).startswith(folder):
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[str, Any]]:
-    """Of each rank: what scenarios gave, by name."""
+    """Returns for each rank the results of the scenarios, by name."""
     folder = tmp_path_factory.mktemp("ranks")
     arguments = (request.param, str(folder / "store"), str(folder / "result"))
     start_ranks(run_rank, arguments, 2, request.param)

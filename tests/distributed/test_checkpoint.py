@@ -1,4 +1,4 @@
-"""`distribute_saved_activations`."""
+"""`distribute_saved_activations`: each rank saves a part of the input."""
 
 import torch
 from checkpoint_ranks import expected

@@ -1,4 +1,4 @@
-"""Norms of gradients that ranks have parts of, steps by their factor, and sums over tokens."""
+"""Norms of distributed gradients, steps with the clip factor, and sums over tokens."""
 
 import pytest
 from clip_ranks import SCENARIOS, scenarios
@@ -14,7 +14,7 @@ BACKENDS = [
 
 @pytest.fixture(scope="module", params=BACKENDS, ids=str)
 def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """What each rank found wrong, by scenario."""
+    """Returns for each rank the traceback of each scenario that failed, "" where it passed."""
     backend, ranks = request.param
     return run_ranks(ranks, scenarios, backend=backend)
 

@@ -1,8 +1,9 @@
-"""Attention of ranks that share sequences is that of whole sequences.
+"""Context-parallel attention gives the result of attention of whole sequences.
 
-Bounds are on the norm of an error over that of the exact result. fp32: sums in another order. 16
-bit: three roundings, of the result of a part, of scores in products of 16 bit, and of the merged
-result or the summed gradient, each of at most half a unit in the last place.
+Bounds are for the norm of the error, relative to the norm of the exact result. In fp32, sums are
+added in another order. In 16 bit there are three roundings, each of at most half a unit in the last
+place: of the result of a part, of scores in 16-bit products, and of the merged result or the summed
+gradient.
 """
 
 from itertools import product
@@ -261,7 +262,7 @@ def test_ranks_that_differ_say_so_on_each(two):
     assert "query_layer of each rank" in first["one is uneven"]
     assert "(rank 1)" in first["one is uneven"]
     assert first["mask that nobody reads"] == "no error"
-    assert first["met"] == 1  # in three calls that are alike
+    assert first["met"] == 1  # the ranks compare once for three equal calls
     assert first == second
 
 
@@ -272,7 +273,7 @@ def test_a_rank_that_is_alone_with_a_call_ends_with_an_error(two):
 
 def test_dropout_keeps_the_mean_and_the_backward_drops_what_the_forward_dropped(two):
     for mean, once, slope, difference in (x for found in two for x in found["dropping"].values()):
-        assert mean < 0.06 and once > 0.3  # of 300 draws: their spread over the root of 300
+        assert mean < 0.06 and once > 0.3  # the error of one draw shrinks by the root of 300
         assert slope == pytest.approx(difference, rel=5e-3)
 
 

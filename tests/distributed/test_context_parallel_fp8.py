@@ -1,14 +1,16 @@
-"""Attention in FP8 of ranks that share sequences is what its definition says, cast by cast.
+"""Context-parallel attention in FP8 equals its definition, cast by cast.
 
-The definition (`fp8_attention_definition.py`) is formulas on whole sequences, with the scales that
-the module has. Sums in another order may round a number to the next one of FP8: at most 2 % of the
-elements may differ. Without any one of its casts the definition changes 14 % and more.
+The definition (`fp8_attention_definition.py`) computes whole sequences by formulas, with the scales
+of the module. Sums in another order may round a number to a neighbouring FP8 code, so up to 2 % of
+the elements may differ. If the definition leaves out any one of the casts, 14 % of the elements or
+more differ.
 
-One process casts softmax weights of whole sequences where a ring casts those of parts, and in the
-backward it computes the mean that the softmax subtracts from exact weights, where ranks take their
-result, which is of rounded ones. What differs a little rounds to other numbers of FP8, so the two
-are compared by their distance from attention in high precision. That of ranks is the larger one by
-up to a third where weights exceed the largest of the step before, and by up to a fifth elsewhere.
+One process casts the softmax weights of whole sequences; a ring casts those of parts. In the
+backward, one process computes the mean that the softmax subtracts from exact weights; ranks compute
+it from their result, which comes from rounded weights. Small differences then round to other codes.
+The two are therefore compared by their distance from attention in high precision. The distance of
+ranks is larger: by up to a third if weights exceed the largest of the step before, otherwise by up
+to a fifth.
 """
 
 import pytest
@@ -77,9 +79,10 @@ def test_four_ranks(four, case):
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def test_parts_by_cudnn(backend):
-    """Their results are rounded once more than that of one process, which is rounded once."""
+    """The results of parts are rounded once more than the result of one process."""
     for found, computed in run_ranks(2, fused_outcomes, backend=backend):
-        # Two parts or more; one process, but for those with a sink. Its later steps are recorded.
+        # Ranks compute at least two parts in each step. One process makes one call per case, except
+        # with a sink; its later steps run from a recording.
         assert computed >= 2 * STEPS * len(CASES) + len(CASES) - 1
         for steps in found.values():
             for ours, theirs, equal_scales in steps:
@@ -91,7 +94,7 @@ def test_parts_by_cudnn(backend):
 def test_keys_and_values_are_sent_as_codes(two):
     codes, sums = (1024, 1024), (1024, 4096)
     for found in two:
-        assert found["sent"]["p2p"] == [codes, codes, sums, sums]  # a ring of two keeps the keys
+        assert found["sent"]["p2p"] == [codes, codes, sums, sums]  # keys are sent once
         assert found["sent"]["all_gather"] == [codes] * 4
 
 

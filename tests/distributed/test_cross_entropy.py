@@ -1,10 +1,10 @@
-"""Cross entropy of classes that two ranks share is that of all classes in one place."""
+"""Cross entropy of classes that are split over two ranks equals that of all classes."""
 
 import torch
 from cross_entropy_ranks import problem, projection
 from torch.nn.functional import cross_entropy, linear
 
-IN_FP8 = 3  # which of the projections
+IN_FP8 = 3  # index of the projection in FP8
 
 
 def test_ranks_find_what_one_would(outcomes) -> None:
@@ -30,7 +30,7 @@ def test_compiled_code_finds_the_same(outcomes) -> None:
 
 
 def test_projections_to_shared_classes(outcomes) -> None:
-    """Each rank has the whole loss and gradient of hidden, and the gradient of its weight."""
+    """Each rank has the full loss, the full gradient of hidden, and the gradient of its weight."""
     for i, reduction in enumerate(("mean", "none", "mean", "mean")):  # the third is compiled
         target = problem()[1]
         hidden, weight = (x.double().requires_grad_() for x in projection())

@@ -1,4 +1,8 @@
-"""The debugger on two ranks: what they log together, change alike, and say where they differ."""
+"""The debugger on two ranks: statistics over ranks, modified tensors, and errors.
+
+Ranks log what they see as one tensor and modify tensors alike. Where they differ, each of them
+raises an error that says how.
+"""
 
 import math
 
@@ -14,12 +18,12 @@ def both(outcomes, session: str):
 
 
 def assert_alike(found, expected, rtol: float = 1e-6) -> None:
-    """The same statistics of the same tensors, but for the order of sums."""
+    """Asserts equal statistics of the same tensors, up to the order of sums."""
     assert set(found) == set(expected)
     for key, values in expected.items():
         assert list(found[key]) == list(values)
         for name, value in values.items():
-            # The smallest element is what sums have left that nearly cancel.
+            # The smallest element is what is left of sums whose terms nearly cancel.
             least = 1e-8 if name != "dynamic_range" else 1e3 * rtol
             close = math.isclose(found[key][name], value, rel_tol=rtol, abs_tol=least)
             assert close, f"{key} {name}: {found[key][name]} instead of {value}"
@@ -30,7 +34,7 @@ def test_halves_of_a_batch_are_logged_as_the_whole(outcomes, precision: str) -> 
     for outcome in both(outcomes, "halves_and_whole"):
         halves, whole = outcome[precision]
         assert len(halves) == 2 * 5
-        assert_alike(halves, whole, rtol=1e-5)  # a GPU multiplies half the rows by another kernel
+        assert_alike(halves, whole, rtol=1e-5)  # a GPU uses another kernel for half the rows
         if precision == "delayed":
             lost = [halves[step, "layer", "gradient"]["underflows%"] for step in range(2)]
             assert all(0 < share < 100 for share in lost)
@@ -43,7 +47,7 @@ def test_ranks_log_the_same(outcomes) -> None:
 
 
 def test_fp8_statistics_of_ranks_with_scales_of_their_own(outcomes) -> None:
-    """Shares and errors are means over equal halves; of scales the extremes count."""
+    """Percentages and errors are means over equal halves; scales have a minimum and a maximum."""
     together = both(outcomes, "fp8_of_each")[0][0]
     alone = [outcome[1] for outcome in both(outcomes, "fp8_of_each")]
     for key, found in together.items():
@@ -63,7 +67,7 @@ def test_shards_are_cast_by_the_amax_of_the_whole(outcomes) -> None:
 @pytest.mark.parametrize("beside", ["", " beside DumpTensors"])
 @pytest.mark.parametrize("way", ["column False", "column True", "row False", "row True"])
 def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str, beside: str) -> None:
-    """But for the parts of a sum, which a collective behind the GEMM completes."""
+    """Except for partial sums, which a collective after the GEMM completes."""
     weight, x, grad = tensors()
     columns = way.startswith("column")
     pieces = zip(
@@ -106,7 +110,7 @@ def test_ranks_that_share_a_tensor_scale_it_alike(outcomes, feature: str) -> Non
         for x, alone, expected in zip(shared, own, whole, strict=True):
             assert x.shape[0] == TOKENS // 2
             torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-7)
-            if rank == 0:  # the smaller half: a scale of its own is another one
+            if rank == 0:  # this half is smaller, so its own scale differs
                 assert not torch.allclose(alone, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -124,7 +128,7 @@ def test_a_reduction_group_has_this_rank(outcomes) -> None:
 
 
 def test_layers_that_have_names_need_not_run_on_all_ranks(outcomes) -> None:
-    """Whoever runs a layer logs it; the others add nothing, from their first step on."""
+    """Ranks that run a layer log it; other ranks add no elements, from their first step on."""
     first, second = both(outcomes, "experts")
     shared = {0: [1.0, 11.0]}
     expected = {

@@ -1,4 +1,4 @@
-"""Ranks that differ: each of them says what, and on which rank."""
+"""Errors of ranks that differ: each rank says what differs, and on which rank."""
 
 import re
 

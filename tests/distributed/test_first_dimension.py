@@ -1,4 +1,4 @@
-"""Collectives along the first dimension, which programs call themselves."""
+"""Collectives along the first dimension, which users call directly."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Layers that ranks share as one node of autograd's graph: the same bits as part by part."""
+"""Tensor-parallel layers that run as one autograd node give the same bits as part by part."""
 
 import pytest
 from fused_ranks import both_ways, cases

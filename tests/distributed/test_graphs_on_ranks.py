@@ -1,6 +1,7 @@
-"""Layers that ranks share, in CUDA graphs: collectives are captured and replayed with the rest.
+"""Tensor-parallel layers in CUDA graphs, whose collectives are captured and replayed.
 
-On CPUs `make_graphed_callables` gives the layer back; there the test is that nothing refuses it.
+On CPUs `make_graphed_callables` returns the layer itself, and the test checks that it raises no
+error.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from ranks import run_ranks
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def found(request: pytest.FixtureRequest) -> list[dict[Any, bool]]:
-    """Of each rank."""
+    """Returns for each rank whether graphs give the bits of eager mode."""
     return run_ranks(2, graphs, backend=request.param)
 
 

@@ -1,4 +1,4 @@
-"""A rank of train_gpt.py that dies: the other ends with an error, and the training goes on."""
+"""Kills a rank of train_gpt.py: the other ends with an error, and the training can be resumed."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ from train_gpt_runs import STEPS, assert_same_run, write_text
 
 
 def _end(folder: Path, ends: bool) -> list[int | None]:
-    """Exit codes of both ranks; None of one that hangs."""
+    """Returns the exit codes of both ranks, None for a rank that hangs."""
     with (
         socket.create_server(("localhost", 0)) as one,
         socket.create_server(("localhost", 0)) as other,
@@ -32,7 +32,7 @@ def _end(folder: Path, ends: bool) -> list[int | None]:
 
 
 def _logged(folder: Path, rank: int) -> dict[tuple[int, str, str, str], Any]:
-    """What a rank has on disk."""
+    """Returns the statistics that a rank has written to disk."""
     lines = (folder / f"statistics_rank-{rank}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     key = ("iteration", "layer", "tensor", "statistic")
@@ -49,7 +49,7 @@ def test_the_training_goes_on_from_the_last_checkpoint(
     assert Path("error.0").read_text()
     assert torch.load("parts.pt")["done"] == SAVED < STEPS
     whole = _logged(Path("whole"), 0)
-    for rank in range(2):  # what was logged before the death
+    for rank in range(2):  # all that was logged before the kill is on disk
         before = {key: value for key, value in whole.items() if key[0] < LAST_STEP}
         assert len(before) == 4 * LAST_STEP and _logged(Path("parts"), rank) == before
     assert _end(tmp_path, ends=False) == [0, 0]

@@ -11,7 +11,7 @@ CASES = [f"{precision}{', FP8 weights' if fp8 else ''}" for precision, fp8 in PR
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the losses of every case, for each rank."""
     return run_ranks(2, layouts)
 
 

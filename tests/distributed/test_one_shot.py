@@ -1,4 +1,4 @@
-"""One-shot collectives between processes: against their definition, and when a rank ends."""
+"""One-shot collectives between processes: results, and the error when a rank has ended."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`te.parallelize`: ranks share a model that is built, beside the same model in one process."""
+"""`te.parallelize`: a model that ranks share, compared with the same model in one process."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def two(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """What each of two ranks found wrong, by scenario."""
+    """Returns for each of two ranks the traceback of each scenario that failed, or ""."""
     return run_ranks(2, scenarios, backend=request.param)
 
 
@@ -26,7 +26,7 @@ def two(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu(4))]
 )
 def four(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """What each of four ranks found wrong, by scenario."""
+    """Returns for each of four ranks the traceback of each scenario that failed, or ""."""
     return run_ranks(4, scenarios, backend=request.param)
 
 
@@ -41,7 +41,7 @@ def test_four_ranks_share_a_built_model(four: list[dict[str, str]], scenario: st
 
 
 def test_plans_of_parts_of_layers_are_refused() -> None:
-    """Not skipped: the layer has all of them as its own plan says."""
+    """They are not skipped: all parts of a layer follow the plan of the layer."""
     layer = te.TransformerLayer(32, 64, 2, device="cpu")
     model = torch.nn.ModuleDict({"layer": layer, "proj": te.Linear(32, 32, device="cpu")})
     for entry in ("layer.layernorm_mlp", "layer*.proj"):

@@ -10,7 +10,7 @@ from replica_reference import RECIPES
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of every precision, for each rank."""
     return run_ranks(2, pipeline)
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: two ranks find what one process finds."""
+"""DistributedDataParallel: two ranks give the results of one process."""
 
 from typing import Any
 
@@ -7,14 +7,15 @@ from ranks import run_ranks
 from replica_ranks import OPTIONS, replicas
 from replica_reference import PAIRS, RECIPES
 
-# What the sums of a whole batch in one GEMM may change, and scales of halves of the batch.
+# Relative difference of the losses from those of the whole batch: one GEMM rounds its sums
+# differently, and scales are those of the whole batch instead of its halves.
 BOUNDS = {"bf16": 1e-4, "delayed": 1e-3, "current": 1e-2, "block": 1e-3}
 CASES = [f"{layer} {precision}" for layer, precision in PAIRS]
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of every case, for each rank."""
     return run_ranks(2, replicas)
 
 
@@ -32,11 +33,14 @@ def test_losses_are_near_those_of_the_whole_batch(found, precision: str) -> None
 
 
 def test_buckets_are_reduced_while_the_backward_runs(found) -> None:
-    """Where the GPU decides how long it takes; else they are reduced behind each layer."""
+    """If the GPU is the bottleneck, buckets are reduced during the backward of a layer.
+
+    Otherwise the layer runs as one node, and its buckets are reduced after it.
+    """
     for outcome in found:
         *buckets, total = outcome["large buckets"]
         assert len(buckets) > 4
-        assert set(buckets) == {4, 6, 8}  # dgrad and wgrad of the MLP, the projection, of QKV
+        assert set(buckets) == {4, 6, 8}  # after both GEMMs of MLP, projection, QKV
         assert buckets == sorted(buckets)
         assert total == 8
         assert set(outcome["small buckets"]) == {8}

@@ -1,4 +1,4 @@
-"""fully_shard and FullyShardedDataParallel: two ranks find what one process finds."""
+"""fully_shard and FullyShardedDataParallel: two ranks give the results of one process."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ STEPPED = [
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of every case, for each rank."""
     return run_ranks(2, shards)
 
 
@@ -29,7 +29,7 @@ def test_ranks_find_what_one_process_finds(found, case: str) -> None:
     for outcome in found:
         assert outcome[case]["losses"] == outcome[case]["expected"]
         different = outcome[case]["differences"]
-        if "block, FP8" in case:  # whose scales no rank has all of: see `fp8.weights.scales_of`
+        if "block, FP8" in case:  # no rank has all scales: see `fp8.weights.scales_of`
             different = [name for name in different if not name.endswith("_extra_state")]
         assert different == []
 
@@ -82,7 +82,7 @@ def test_slices_of_pieces_are_not_written_alone(found) -> None:
 
 
 def test_masters_start_with_the_values_before_the_cast() -> None:
-    """Whether a layer is cut with memory or on meta."""
+    """This holds for layers that are sharded with memory, and for layers on meta."""
     for outcome in run_ranks(2, initial_values):
         assert len(outcome) == 4
         assert all(all(answers) for answers in outcome.values()), outcome

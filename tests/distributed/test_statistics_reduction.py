@@ -1,4 +1,4 @@
-"""Statistics over the ranks of a group."""
+"""Statistics that the ranks of a group reduce at the end of a step."""
 
 from statistics_ranks import parts_of
 from statistics_reference import assert_statistics, reference

@@ -1,4 +1,7 @@
-"""Training steps of replicas and of shards in CUDA graphs, from the loss to the optimizer."""
+"""Training steps under DistributedDataParallel and fully_shard, each captured as one CUDA graph.
+
+A graph contains everything from the forward to the optimizer.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ pytestmark = pytest.mark.multi_gpu
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[Any, list[list[float]]]]:
-    """Of each rank."""
+    """Returns the losses of every case, for each rank."""
     return run_ranks(2, step_graphs, backend="nccl")
 
 

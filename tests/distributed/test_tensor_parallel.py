@@ -1,4 +1,4 @@
-"""Modules that ranks share do what they do in one process, on the gathered tensors."""
+"""Tensor-parallel modules give the results of one process on the gathered tensors."""
 
 import pytest
 from peer_messages import matrix_in_parts, tensors_left, weights_in_fp8
@@ -16,7 +16,7 @@ WORLDS = [
 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
 def differences(request) -> tuple[int, str, list[dict[Case, dict[str, float]]]]:
-    """How many ranks there are, what joins them, and what each of them found."""
+    """Returns the number of ranks, the backend, and the differences that each rank found."""
     ranks, backend = request.param
     return ranks, backend, run_ranks(ranks, matrix, cases(ranks), backend=backend)
 
@@ -55,7 +55,7 @@ def test_parts_are_multiplied_by_weights_in_fp8(world) -> None:
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_tensors_in_parts_are_freed_at_once(world) -> None:
-    """Not by the garbage collector: no object that holds one refers to itself."""
+    """They are freed without the garbage collector, so they are in no reference cycle."""
     ranks, backend = world
     for left in run_ranks(ranks, tensors_left, backend=backend):
         assert left <= 0
@@ -63,7 +63,7 @@ def test_tensors_in_parts_are_freed_at_once(world) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, object]]:
-    """Of each of two ranks: what scenarios found wrong, by name."""
+    """Returns for each of two ranks the traceback of each scenario that failed, or ""."""
     return run_ranks(2, scenarios)
 
 

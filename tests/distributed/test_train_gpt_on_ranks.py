@@ -1,4 +1,4 @@
-"""train_gpt.py under torchrun: ranks that go on from each other's checkpoints."""
+"""train_gpt.py under torchrun: each run resumes from the checkpoint of another layout."""
 
 import os
 import random
@@ -16,7 +16,7 @@ import train_gpt
 
 SIZE = "--layers 1 --hidden 32 --heads 2 --seq 32 --batch 4 --steps 12 --validate-every 6 --lr 3e-3"
 FLAGS = [*SIZE.split(), "--data", "text", "--device", "cpu", "--precision", "fp32"]
-# Each goes on where the one before it has stopped.
+# (number of ranks, flags): each run resumes where the one before it has stopped.
 LAYOUTS = (
     (2, "--ddp"),
     (2, "--tp 2"),
@@ -49,7 +49,7 @@ def _torchrun(*arguments: str) -> str:
 
 
 def _check_run_of_one_process() -> None:
-    """`run.pt` is what `one.pt` is."""
+    """Asserts that the results in `run.pt` agree with those in `one.pt`."""
     found, expected = torch.load("run.pt"), torch.load("one.pt")
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0.0)
     for (steps, loss), (other_steps, other) in zip(
@@ -62,7 +62,7 @@ def _check_run_of_one_process() -> None:
 
 
 def test_ranks_go_on_with_each_other() -> None:
-    """And have the losses of one process."""
+    """The losses are those of one process."""
     assert train_gpt.main([*FLAGS, "--sample", "0", "--checkpoint", "one.pt"]) == 0
     runs = []
     for i, (ranks, layout) in enumerate(LAYOUTS):
