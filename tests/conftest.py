@@ -1,7 +1,8 @@
-"""Fixtures for all tests, and which of them run here; those without torch run where it is missing.
+"""Fixtures for all tests, and the choice of tests that can run on this machine.
 
-Tests that need more GPUs than there are do not get as far as being skipped one by one, which would
-take half a minute for thousands of them. They are counted as skipped.
+Tests that need more GPUs than there are do not reach pytest's skipping: to skip thousands of tests
+one by one would take half a minute. They are counted as skipped. Tests that need no torch also run
+without torch.
 """
 
 import os
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 from garbage import collect_seldom
 
-# Threads that spin while they wait take the processor from other processes of this machine: with
-# six of them busy, tests of small models took up to fifteen times as long.
+# Threads that spin while they wait slow down other processes of this machine: with six busy
+# processes, tests of small models took up to fifteen times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
 try:
@@ -22,8 +23,8 @@ except ModuleNotFoundError:
     torch = None
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
-WITHOUT_GPUS = pytest.StashKey[dict[str, int]]()  # how many tests are left out, by the reason
-SAMPLED = 8  # one in so many cases of a `sampled_on_cpu` test runs on machines without a GPU
+WITHOUT_GPUS = pytest.StashKey[dict[str, int]]()  # number of tests that are left out, by reason
+SAMPLED = 8  # without a GPU, one of this many cases of a `sampled_on_cpu` test runs
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,14 +46,14 @@ def _gpus_needed(item: pytest.Item) -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    output = getattr(session.config, "workeroutput", None)  # of a process of xdist
+    output = getattr(session.config, "workeroutput", None)  # of an xdist worker
     if output is not None:
         output["without_gpus"] = session.config.stash.get(WITHOUT_GPUS, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """All processes of xdist collect the same tests."""
+    """Takes the counts of one xdist worker, because all workers collect the same tests."""
     node.config.stash[WITHOUT_GPUS] = getattr(node, "workeroutput", {}).get("without_gpus", {})
 
 
@@ -84,7 +85,7 @@ def _skip_most_sampled(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Each backend in turn."""
+    """Each device type in turn."""
     return request.param
 
 
@@ -93,5 +94,5 @@ def _fixed_seed() -> None:
     random.seed(0)
     if torch and torch.cuda.is_available():
         torch.manual_seed(0)
-    elif torch:  # for devices that are not there torch formats the stack, which takes milliseconds
+    elif torch:  # manual_seed would format a stack for missing devices, which takes milliseconds
         torch.default_generator.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is public, and documented names that are not here."""
+"""Public names, and the errors for documented names of other packages that are missing here."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_formats_that_are_not_here_say_so(module, name: str) -> None:
         getattr(module, name)
     with pytest.raises(ImportError, match=why):
         exec(f"from {module.__name__} import {name}")
-    assert not hasattr(module, name)  # as programs ask that work with several versions
+    assert not hasattr(module, name)  # the test of programs that support several versions
 
 
 def test_other_names_are_missed_as_everywhere() -> None:

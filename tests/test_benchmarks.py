@@ -1,4 +1,4 @@
-"""The benchmark tools, as far as they go without a GPU: rows, files, the report."""
+"""The benchmark tools, as far as they run without a GPU: rows, files, the report."""
 
 import json
 import sys
@@ -239,7 +239,7 @@ ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs
 
 @pytest.mark.parametrize("model", list(training_models.TINY))
 def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
-    """With tiny sizes, by the code that a GPU runs but for capture and times."""
+    """Trains tiny models with the code for GPUs, except captures and timings."""
     monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
     small = ["--tiny", "--tokens", "64", "--models", model]
     assert bench_training.main([*small, "--rows", *ROWS_OF_TRAINING]) == 0
@@ -256,7 +256,7 @@ def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("row", ["torch, compiled", "ours fp8 current, compiled"])
 def test_trainings_are_compiled(row, tmp_path, monkeypatch):
     monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
-    one_layer = replace(training_models.TINY["1.3b"], layers=1)  # compilers take seconds for each
+    one_layer = replace(training_models.TINY["1.3b"], layers=1)  # a layer takes seconds to compile
     monkeypatch.setitem(training_models.TINY, "1.3b", one_layer)
     assert bench_training.main(["--tiny", "--tokens", "64", "--models", "1.3b", "--rows", row]) == 0
     (found, *_) = json.loads((tmp_path / "training_1.3b_tiny.json").read_text())["rows"]
@@ -271,7 +271,7 @@ def test_a_training_learns(tmp_path, monkeypatch):
     assert row["steps"] == 60 and row["loss"] < 5.3
 
 
-@pytest.mark.timeout(300)  # ranks wait for each other, and processors may be busy
+@pytest.mark.timeout(300)  # ranks wait for each other on busy machines
 @pytest.mark.parametrize(("model", "precision"), [("125m", "fp8 delayed"), ("1.3b", "bf16")])
 def test_two_ranks_train_as_one_process(model, precision):
     (rows, alone), (others, _) = run_ranks(2, dry_run, model, precision)
@@ -362,7 +362,7 @@ def test_largest_batch_is_found(monkeypatch, gib, found, tries):
 
     def train(row, sizes, batch, options):
         batches.append(batch)
-        if gib(batch) > 77:  # fragmentation takes the rest
+        if gib(batch) > 77:  # the rest is lost to fragmentation
             raise torch.OutOfMemoryError
         return {"batch": batch, "gib": gib(batch)}
 

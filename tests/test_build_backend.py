@@ -1,4 +1,7 @@
-"""What a build takes, wants and leaves out, decided without building: packaging/backend."""
+"""Decisions of a build in packaging/backend, tested without a build.
+
+These are what a build compiles, which packages it requires, and what it leaves out.
+"""
 
 import os
 import shutil
@@ -19,7 +22,7 @@ VERSIONS = {"cublas": (13, 0), "cudnn": (9, 14), "cudnn_frontend": (1, 32), "nvr
 
 
 def put(folder, name, version):
-    """A header of some version."""
+    """Writes a header of some version."""
     folder.mkdir(parents=True, exist_ok=True)
     header = HEADERS[name]
     (folder / header.file).touch()
@@ -30,7 +33,7 @@ def put(folder, name, version):
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """An environment with all wheels, and no header anywhere else."""
+    """An environment with all wheels, in which no other headers are found."""
     usual = cuda_toolkit.places
 
     def places(compiler, paths):
@@ -46,7 +49,7 @@ def wheels(tmp_path, monkeypatch):
 
 
 def fake_nvcc(folder, release="13.0", fails=""):
-    """A program that answers as nvcc does."""
+    """Makes a program that answers like nvcc."""
     path = folder / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
     path.write_text(
@@ -139,7 +142,7 @@ def test_nvcc_is_looked_for_where_people_put_it(tmp_path):
 
 def test_nvcc_tells_version_and_toolkit(tmp_path):
     top = tmp_path / "cuda"
-    (top / "targets/x86_64-linux/include").mkdir(parents=True)  # as conda lays it out
+    (top / "targets/x86_64-linux/include").mkdir(parents=True)  # the layout of conda
     compiler = cuda_toolkit.examine_nvcc(fake_nvcc(top, "12.9"), {})
     assert (compiler.version, compiler.problem) == ((12, 9), "")
     assert compiler.folders == (top / "include", top / "targets/x86_64-linux/include")
@@ -165,7 +168,7 @@ def test_what_is_wrong_with_nvcc(tmp_path):
 
 
 def test_isolation_hides_nothing(tmp_path):
-    """As pip isolates: another PYTHONPATH, whose sitecustomize clears the path."""
+    """Isolated as pip does it: PYTHONPATH leads to a sitecustomize that clears the path."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
     )
@@ -184,7 +187,7 @@ def test_isolation_hides_nothing(tmp_path):
     site = next(path for path in sys.path if path.endswith("site-packages"))
     assert site not in isolated
     assert site in found
-    assert f"{tmp_path}/overlay" in found[found.index(site) :]  # what the build brings comes last
+    assert f"{tmp_path}/overlay" in found[found.index(site) :]  # packages of the build come last
 
 
 class TestBackend:

@@ -1,4 +1,4 @@
-"""The check of imports can fail: private names of torch, and circles."""
+"""The check of imports fails for private names of torch, and for import cycles."""
 
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""The tool that compares two versions bit for bit: what it writes, and what it finds different."""
+"""The tool that compares two versions bit for bit: its files, and differences that it finds."""
 
 import itertools
 import json

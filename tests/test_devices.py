@@ -1,4 +1,4 @@
-"""What GPUs of all generations get, asked without one."""
+"""What GPUs of all generations get, tested without such GPUs."""
 
 import os
 import subprocess
@@ -81,7 +81,7 @@ def test_products_of_codes_are_those_of_the_definition(device, formats):
 
 
 def announced(monkeypatch, capability, layout, sizes=(128, 256, 512), on=None):
-    """What is said of a product on a pretended GPU."""
+    """Returns the warnings about a GEMM on a pretended GPU."""
     limits = _devices.limits_of(capability, on)
     monkeypatch.setattr(_devices, "device_limits", lambda index: limits)
     kernel._announce_slow_product.cache_clear()
@@ -122,7 +122,7 @@ torch.save([t.detach().float().cpu() for t in (y, x.grad, layer.weight.grad)], s
 
 @pytest.mark.gpu
 def test_a_layer_with_every_feature_off(tmp_path):
-    """In processes of their own: variables are read at import. Sums have another order."""
+    """Two processes, since variables are read at import. Results differ by the order of sums."""
     off = {**dict.fromkeys(_env._DEVICE[:3], "0"), "TE_SHARED_MEMORY_KIB": "99"}
     results = []
     for name, variables in (("on", {}), ("off", off)):

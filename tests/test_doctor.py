@@ -1,4 +1,4 @@
-"""python -m transformer_engine.doctor: what it finds, and that nothing makes it fall over."""
+"""python -m transformer_engine.doctor: its findings, and that it survives broken installations."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def by_name(findings):
 
 
 def run(arguments=(), folder=None):
-    """The command in a process of its own; modules in `folder` come first."""
+    """Runs the command in its own process; modules in `folder` come first."""
     path = os.pathsep.join(filter(None, [folder and str(folder), *sys.path[1:]]))
     return subprocess.run(
         [sys.executable, "-m", "transformer_engine.doctor", *arguments],
@@ -112,7 +112,7 @@ def test_broken_extension(monkeypatch, capsys, name):
 
 
 def test_sources_that_hide_what_is_installed(monkeypatch, tmp_path):
-    """As after `pip install .`, in the folder of the sources."""
+    """The situation after `pip install .`, in the folder of the sources."""
     metadata = tmp_path / "transformer_engine-2.20.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.0\n")
@@ -207,7 +207,7 @@ def test_names_that_programs_look_for(monkeypatch):
     found = by_name(doctor.surroundings(doctor.Machine()))
     assert found["transformer-engine"].status == doctor.OK
     assert found["transformer-engine"].value == "the distribution, version 2.20.0"
-    assert found["nvdlfw-inspect"].status == doctor.ABSENT  # not needed for anything here
+    assert found["nvdlfw-inspect"].status == doctor.ABSENT  # nothing here needs it
     assert "pip install ./packaging/nvdlfw-inspect" in found["nvdlfw-inspect"].value
 
 

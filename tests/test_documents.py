@@ -1,4 +1,4 @@
-"""The Python listings of the documents run, top to bottom; figures say what happens."""
+"""Runs the Python listings of the documents, and compares figures with what happens."""
 
 import importlib.util
 import re
@@ -19,9 +19,9 @@ from transformer_engine.pytorch.fp8.recipes import base
 
 ROOT = Path(__file__).parents[1]
 LISTING = re.compile(r"^```(python|yaml)\n(.*?)^```", re.M | re.S)
-INCLUDED = re.compile(r'^--8<-- "(.*?)"$', re.M)  # a source file, shown as it is
+INCLUDED = re.compile(r'^--8<-- "(.*?)"$', re.M)  # a source file that the page includes
 
-# Documents whose listings need packages beyond torch.
+# Packages beyond torch that the listings of a document need.
 PACKAGES = {
     "docs/how-to/export_to_onnx.md": ("onnx", "onnxscript", "onnxruntime"),
     "docs/how-to/inspect_a_training.md": ("rich",),
@@ -47,20 +47,20 @@ def test_listings_run(
     for package in PACKAGES.get(document, ()):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # recipes of a page are its own
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # a page may register recipes
     request.addfinalizer(debug_api.end_debug)
-    te.gemm_report(reset=True)  # a fresh process, as far as a reader can see
+    te.gemm_report(reset=True)  # as in a fresh process
     module = ModuleType("document")
-    monkeypatch.setitem(sys.modules, "document", module)  # where compilers look for globals
+    monkeypatch.setitem(sys.modules, "document", module)  # compilers look up globals here
     for language, listing in LISTING.findall((ROOT / document).read_text()):
-        if language == "yaml":  # the configuration of the Python below it
+        if language == "yaml":  # the configuration for the next Python listing
             Path("config.yaml").write_text(listing)
             assert check_config(["check", "--strict", "config.yaml"]) == 0
         else:
             exec(compile(listing, document, "exec"), module.__dict__)
     debug_api.end_debug()
     shown = capfd.readouterr()
-    assert "WARNING" not in shown.err  # of the debugger
+    assert "WARNING" not in shown.err  # no warning of the debugger
     assert shown.out.count("\n") < 50, "more than readers look at"
 
 
@@ -111,7 +111,7 @@ def test_the_figure_of_calls_is_drawn_anew(figure) -> None:
 
 
 class Recorder:
-    """Notes what a layer calls and when it casts and multiplies."""
+    """A feature that records when a layer calls its methods and multiplies."""
 
     def __init__(self):
         self.calls = []
@@ -148,7 +148,7 @@ def test_the_figure_of_calls_shows_what_layers_do(figure, monkeypatch) -> None:
         y.sum().backward()
     drawn = [call for call in (*figure.FORWARD, *figure.BACKWARD) if call[0] != "cast"]
     assert recorder.calls == drawn
-    for part in (figure.FORWARD, figure.BACKWARD):  # a cast comes right before it is looked at
+    for part in (figure.FORWARD, figure.BACKWARD):  # each cast is followed by its inspection
         for cast, look in pairwise(part):
             if cast[0] == "cast":
                 assert look == ("inspect_tensor_postquantize", *cast[1:])

@@ -1,4 +1,4 @@
-"""What a build lacks is told at import where a GPU is visible, and by doctor always."""
+"""Messages about parts that a build lacks: at import if a GPU is visible, by doctor always."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ def test_import_is_silent_where_nothing_is_lost(lack, monkeypatch):
 
 
 def test_import_itself_warns():
-    """The package, in a process that sees a GPU."""
+    """The real import, in a process that sees a GPU."""
     torch = pytest.importorskip("torch")
     assert torch.cuda.device_count.__module__
     code = (
@@ -105,7 +105,7 @@ def test_doctor_always_tells(lack, cuda, gpu, status, told):
 
 
 def recorded(folder, monkeypatch, url):
-    """An installation that pip made from a place."""
+    """Returns the advice for an installation that pip made from `url`."""
     text = None if url is None else json.dumps({"url": url, "dir_info": {}})
     found = SimpleNamespace(read_text={"direct_url.json": text}.__getitem__)
     monkeypatch.setattr(_build, "distribution", lambda name: found)
@@ -118,7 +118,7 @@ def test_the_command_names_the_sources_that_pip_knows(tmp_path, monkeypatch):
     folder = tmp_path / "my sources"
     folder.mkdir()
     url = folder.as_uri()
-    assert recorded(folder, monkeypatch, url) == f"in the sources: {INSTALL}"  # they are gone
+    assert recorded(folder, monkeypatch, url) == f"in the sources: {INSTALL}"  # the folder has none
     (folder / "pyproject.toml").touch()
     assert recorded(folder, monkeypatch, url) == f"{INSTALL.removesuffix('.')}'{folder}'"
     for other in (None, "https://example.org/transformer_engine.whl"):

@@ -1,4 +1,4 @@
-"""What clients read from the installed distribution and the packages' versions."""
+"""Metadata that other programs read from the installed distribution, and package versions."""
 
 import shutil
 import subprocess
@@ -33,7 +33,7 @@ def test_a_source_tree_says_what_it_lacks(tmp_path: Path, package: str, extensio
 
 
 def test_inspect_carries_its_own_yaml_cpp() -> None:
-    """The wheel must import where no libyaml-cpp is installed: it has one, or has it linked in."""
+    """The wheel must import without an installed libyaml-cpp: it contains or links the library."""
     if not any("_engine" in str(file) for file in metadata_files()):
         pytest.skip("built in place: no distribution is installed")
     from nvdlfw_inspect import _engine  # noqa: PLC0415 - loads the library that is looked for
@@ -78,7 +78,7 @@ def test_make_has_one_recipe_for_each_target() -> None:
 
 
 def test_import_leaves_compilers_and_dtensors_to_those_who_use_them():
-    """They take a second and a half to import."""
+    """The import of these modules takes a second and a half."""
     heavy = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"]
     code = (
         "import sys, torch; before = set(sys.modules); import transformer_engine.pytorch;"

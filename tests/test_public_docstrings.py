@@ -1,4 +1,4 @@
-"""What `help()` shows of the public names: every argument, an example, no way into the source."""
+"""`help()` of public names: every argument, an example, and no reference to source files."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 
-# No example of their own, and why.
+# Names without an example, and the reason or the place of an example.
 WITHOUT_EXAMPLE = {
     "ConversionReport": "shown by convert",
     "Float8BlockQuantizer": "shown by Float8BlockwiseQTensor",
@@ -21,7 +21,7 @@ WITHOUT_EXAMPLE = {
     "get_device_compute_capability": "needs a GPU",
     "make_graphed_callables": "needs a GPU",
 }
-# Made by Python or by other functions.
+# Enumerations, and classes whose objects other functions make.
 WITHOUT_ARGUMENTS = {
     *("ConversionReport", "DType", "UserBufferQuantizationMode"),
     *("QuantizedTensor", "QuantizedTensorStorage"),

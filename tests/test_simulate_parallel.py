@@ -1,4 +1,4 @@
-"""The simulation of many GPUs: what its numbers say of cases that are known."""
+"""The simulation of many GPUs, for cases whose result is known."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ def tool() -> Any:
 
 @pytest.fixture
 def simulation(tool: Any) -> Any:
-    """Of a layer with one collective that is waited for and one that is not."""
+    """A simulation of a layer with one exposed collective, and one that overlaps with GEMMs."""
 
     def both(bytes_an_element: float) -> list[Any]:
         return [
@@ -45,11 +45,11 @@ def test_collectives_move_what_they_say(tool: Any, simulation: Any) -> None:
 
 def test_weights_are_waited_for_where_they_take_longer_than_computing(tool: Any) -> None:
     shape = tool.SHAPES[0]
-    gather = shape.weights / 2 / tool.NVLINK * 1e3  # a byte of each weight, between two GPUs
+    gather = shape.weights / 2 / tool.NVLINK * 1e3  # one byte per weight, between two GPUs
     assert tool.sharded_ms(shape, 2, 1, 2, compute=1e3) == 0.0
     assert tool.sharded_ms(shape, 2, 1, 2, compute=0.0) == pytest.approx(6 * gather)
     within, across = (tool.sharded_ms(shape, 2, 4, gpus, compute=0.0) for gpus in (8, 16))
-    assert across > within  # of a node
+    assert across > within  # across nodes, against within one
 
 
 def test_more_ranks_of_a_layer_are_less_efficient(simulation: Any) -> None:

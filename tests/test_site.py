@@ -1,4 +1,4 @@
-"""The documentation as a site that opens from the file system, search included."""
+"""The documentation as a site that browsers open from files, without a server."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Addresses(HTMLParser):
-    """Collects what a page links to, and what it loads."""
+    """Collects the addresses that a page links to or loads."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_addresses_are_those_of_files(site: Path) -> None:
-    """The file system lists a folder where a server would open its index.html."""
+    """Links name files, because a browser lists folders of the file system."""
     pages = [page for page in site.rglob("*.html") if page.name != "404.html"]  # a server's page
     assert site / "index.html" in pages
     for page in pages:
@@ -55,6 +55,6 @@ def test_examples_in_docstrings_are_code(site: Path) -> None:
 
 
 def test_the_search_needs_no_server(site: Path) -> None:
-    """Pages of the file system may neither fetch an index nor start a worker."""
+    """Pages opened from files may neither fetch an index nor start a worker."""
     assert (site / "search" / "search_index.js").is_file()
     assert "javascripts/iframe-worker.js" in Addresses(site / "index.html").found

@@ -1,4 +1,4 @@
-"""The figures of docs/reliability.md, and what the soak tests make of what they find."""
+"""The figures in docs/reliability.md, and how the soak tests judge their results."""
 
 import importlib
 import subprocess
@@ -15,7 +15,7 @@ SOAK = Path(__file__).parents[1] / "tools/soak"
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import one of the modules of `tools/soak`, for this test alone."""
+    """Imports a module of `tools/soak`, for this test only."""
     monkeypatch.syspath_prepend(str(SOAK))
     before = set(sys.modules)
     yield importlib.import_module
@@ -60,7 +60,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "dtype", "expected", "actual", "differ"),
     [
-        ("quantize", "uint8", [1] * 999, [1] * 998 + [2], 1),  # casts are the same bits
+        ("quantize", "uint8", [1] * 999, [1] * 998 + [2], 1),  # casts must be equal in all bits
         ("activation_forward", "uint8", [1] * 999, [1] * 996 + [2] * 3, 0),
         ("activation_forward", "uint8", [1] * 999, [1] * 900 + [2] * 99, 99),
         ("rope", "float32", [1.0, NAN, INF], [1.0001, NAN, INF], 0),

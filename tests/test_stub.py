@@ -1,4 +1,4 @@
-"""The types of the native module that mypy reads are those that it was built with."""
+"""The stub file for mypy has the signatures of the built native module."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The oldest torch: said alike everywhere, and told in words to whoever has an older one."""
+"""The oldest torch version: stated alike everywhere, and named in errors for older versions."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What programs of others find: the metadata of our distribution."""
+"""Makes the metadata of the distribution available to other libraries."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def distribution(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Clients ask for the distribution by name; a build in place has none, so it gets one."""
+    """Adds a distribution if the package is built in place, since libraries look it up by name."""
     try:
         metadata.version("transformer-engine")
         yield

@@ -70,7 +70,7 @@ def trained(accelerator: Accelerator, net: nn.Module) -> tuple[nn.Module, list[f
 
 
 def by_hand(device: str, recipe: DelayedScaling) -> list[float]:
-    """The same steps with `te.convert` and the contexts that accelerate opens."""
+    """Runs the same steps with `te.convert` and the contexts that accelerate opens."""
     net = model()
     te.convert(net, fuse=False)
     net.to(device)
@@ -104,13 +104,13 @@ def test_trains_as_a_loop_by_hand(device: str, accelerator_of: Callable[..., Acc
         net.eval()
         te.gemm_report(reset=True)
         net(torch.zeros(2, 16, device=device))
-    assert te.gemm_report().total("fp8") == 0  # autocast is for training, unless asked for
+    assert te.gemm_report().total("fp8") == 0  # no autocast for evaluation by default
 
 
 def test_chosen_by_environment(
     accelerator_of: Callable[..., Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `accelerate launch` sets from `fp8_config: {backend: TE, ...}` of a config file."""
+    """Variables that `accelerate launch` sets from `fp8_config: {backend: TE, ...}`."""
     for name, value in {
         "MIXED_PRECISION": "fp8",
         "FP8_BACKEND": "TE",
@@ -130,7 +130,7 @@ def test_chosen_by_environment(
 def test_models_with_layers_of_other_kinds(
     device: str, accelerator_of: Callable[..., Accelerator]
 ) -> None:
-    """A norm without bias, a Linear without, and one whose sizes FP8 cannot take."""
+    """A norm without bias, a Linear without bias, and a Linear of sizes that FP8 cannot take."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(16, bias=False), nn.Linear(16, 32, bias=False))
     net = nn.Sequential(net, nn.Sequential(nn.Linear(32, 17), nn.Linear(17, 16)))
@@ -141,7 +141,7 @@ def test_models_with_layers_of_other_kinds(
 
 
 def test_models_converted_before(device: str, accelerator_of: Callable[..., Accelerator]) -> None:
-    """accelerate stops at the odd Linear; `te.convert` does not."""
+    """accelerate converts no layer after the odd Linear; `te.convert` does."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 17), nn.GELU(), nn.Linear(17, 32), nn.Linear(32, 16))
     te.convert(net)
@@ -153,7 +153,7 @@ def test_models_converted_before(device: str, accelerator_of: Callable[..., Acce
 def test_state_is_saved_and_resumed(
     device: str, accelerator_of: Callable[..., Accelerator], tmp_path: Path
 ) -> None:
-    """Weights, optimizer and FP8 scales: the resumed run goes on bit for bit."""
+    """A run with restored weights, optimizer and FP8 scales gives the same bits."""
     accelerator = accelerator_of(mixed_precision="fp8")
     net = model()
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -173,7 +173,7 @@ def test_state_is_saved_and_resumed(
     accelerator.save_state(str(tmp_path))
     assert any(path.suffix == ".safetensors" for path in tmp_path.iterdir())
     expected = steps(batches[2:])
-    steps(batches)  # elsewhere
+    steps(batches)  # move on from the saved state
     accelerator.load_state(str(tmp_path))
     assert steps(batches[2:]) == expected
 

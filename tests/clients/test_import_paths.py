@@ -1,4 +1,4 @@
-"""Where programs look for our names, and how they ask whether a name is there."""
+"""Import paths that other programs use, and how they ask whether a name exists."""
 
 import importlib
 import subprocess
@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import transformer_engine as te
 
-# Paths that differ from where things are defined: module, names, and where the definition is.
+# {module: names}: further modules that export names of `te.common.recipe` and `te.pytorch`.
 PATHS = {
     "transformer_engine.common.recipe": (
         "DelayedScaling",
@@ -89,7 +89,7 @@ PATHS = {
     "transformer_engine.pytorch.utils": ("get_cudnn_version", "get_device_compute_capability"),
     "transformer_engine_torch": ("DType",),
 }
-# Names that are not at the top of `transformer_engine.pytorch`.
+# {module: names} that are not at the top of `transformer_engine.pytorch`.
 MORE = {
     "transformer_engine.pytorch.attention": ("apply_rotary_pos_emb",),
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": (
@@ -227,7 +227,7 @@ def test_names_below_the_top(module: str) -> None:
 
 
 def test_nothing_warns_where_warnings_are_errors() -> None:
-    """One import gives the subpackages as attributes, and no path is deprecated."""
+    """`import transformer_engine` makes subpackages attributes, and no path is deprecated."""
     lines = [
         "import transformer_engine as te",
         "te.pytorch, te.common.recipe, te.pytorch.module, te.pytorch.distributed",
@@ -241,7 +241,7 @@ def test_nothing_warns_where_warnings_are_errors() -> None:
 
 
 def test_names_that_are_not_implemented_are_absent() -> None:
-    """So that `try: from ... import ...` and `hasattr` find out."""
+    """Programs find this out by `try: from ... import ...` or `hasattr`."""
     for name in ("NVFP4Quantizer", "MXFP8Tensor", "FusedMLAQUpProjRopeQuant"):
         assert not hasattr(te.pytorch, name)
     for name in ("OperationFuser", "BasicOperation", "FusedOperation", "fused"):
@@ -253,7 +253,7 @@ def test_names_that_are_not_implemented_are_absent() -> None:
 
 
 def test_an_import_that_fails_answers_hasattr(tmp_path: object) -> None:
-    """Programs that only ask must not die of a broken torch; those that import learn why."""
+    """With a broken torch, `hasattr` returns False, and an import raises the reason."""
     lines = [
         "import sys; sys.modules['torch'] = None",
         "import transformer_engine as te",
@@ -273,7 +273,7 @@ def test_distribution_is_found_under_both_spellings() -> None:
 
 
 def test_module_identity() -> None:
-    """Some clients look at the module of a class, others at its name."""
+    """Some programs look at the module of a class, others at its name."""
     for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm"):
         kind = getattr(te.pytorch, name)
         assert kind.__name__ == name and "transformer_engine.pytorch" in kind.__module__

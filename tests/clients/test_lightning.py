@@ -1,6 +1,6 @@
-"""lightning's `TransformerEnginePrecision`, through `Fabric` and through `Trainer`.
+"""lightning's `TransformerEnginePrecision`, with `Fabric` and with `Trainer`.
 
-On the CPU lightning opens no autocast around FP8 (it asks for CUDA's alone, with a warning).
+On the CPU lightning opens no autocast around FP8 (it asks for that of CUDA only, with a warning).
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_fabric_trains_as_a_loop_by_hand(device: str) -> None:
     recipe = {"fp8_format": "HYBRID", "amax_history_len": 4}
     precision = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=recipe)
     fabric = L.Fabric(accelerator=ACCELERATOR[device], devices=1, plugins=precision)
-    net = fabric.setup_module(model())  # exchanges parameters: the optimizer must come after it
+    net = fabric.setup_module(model())  # replaces parameters, so the optimizer comes later
     optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
     te.gemm_report(reset=True)
     losses = []
@@ -87,7 +87,7 @@ def by_hand(device: str) -> list[float]:
 
 
 def test_layers_are_made_as_ours_where_asked(device: str) -> None:
-    """`init_module` puts our classes in the place of torch's, so they get torch's call forms."""
+    """`init_module` replaces torch's classes by ours, which then get torch's arguments."""
     precision = TransformerEnginePrecision(weights_dtype=torch.bfloat16, replace_layers=True)
     fabric = L.Fabric(accelerator=ACCELERATOR[device], devices=1, plugins=precision)
     with fabric.init_module():
@@ -108,13 +108,13 @@ def test_sizes_that_lightning_leaves(device: str) -> None:
     with pytest.warns(UserWarning, match="divisible by 8 and 16"):
         net = fabric.setup(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)))
     assert [type(layer) for layer in net.module] == [nn.Linear, te.Linear]
-    # 24 features: FP8 cannot take them, so that layer runs in high precision and says so once.
+    # FP8 cannot take 24 features. That layer runs in high precision and warns once.
     with pytest.warns(UserWarning, match=r"divisible by 16 for FP8, got \(16, 24\)"):
         assert net(torch.randn(8, 16, device=fabric.device)).isfinite().all()
 
 
 class Regression(L.LightningModule):
-    """Its layers are made by the constructor, or by the hook for large models."""
+    """A model that makes its layers in the constructor, or late, in `configure_model`."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -166,8 +166,11 @@ def test_trainer_fits(precision: str, device: str) -> None:
 
 
 def test_a_resumed_fit_goes_on_bit_for_bit(device: str, tmp_path: Path) -> None:
-    """Layers of the constructor are converted after the checkpoint was read, and lightning refuses
-    the FP8 state that it finds there; those of `configure_model` are ours by then."""
+    """Layers of `configure_model` exist before lightning loads a checkpoint.
+
+    Layers of the constructor are converted after loading. lightning would then refuse the FP8 state
+    in the checkpoint.
+    """
 
     def precision() -> TrainerPrecision:
         return TrainerPrecision(weights_dtype=torch.bfloat16, replace_layers=True)

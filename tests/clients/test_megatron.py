@@ -1,4 +1,4 @@
-"""Megatron-Core: its layers on ours, in a GPT that trains in FP8.
+"""Megatron-Core with our layers: a GPT that trains in FP8, and parts of it.
 
 On the CPU Megatron needs learned positions: its rotary ones ask for the current CUDA device.
 """
@@ -25,7 +25,7 @@ from transformer_engine.common.recipe import (
 pytest.importorskip("megatron.core", reason="python -m pip install --no-deps megatron-core")
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # Megatron has many to give
+    pytest.mark.filterwarnings("default"),  # Megatron emits many
     pytest.mark.filterwarnings("ignore:DelayedScaling. ignoring unknown keyword:UserWarning"),
 ]
 
@@ -34,7 +34,7 @@ VOCABULARY, LENGTH, BATCH = 128, 32, 2
 
 @pytest.fixture
 def megatron(device: str, tmp_path: Path) -> Iterator[Any]:
-    """Megatron's process groups, of this process alone."""
+    """Megatron's process groups, with this process as the only rank."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -58,7 +58,7 @@ def gpt(device: str, fused_mlp: bool = False, **changes: Any) -> torch.nn.Module
 
     torch.manual_seed(0)
     if device == "cuda":
-        random.model_parallel_cuda_manual_seed(0)  # of the weights
+        random.model_parallel_cuda_manual_seed(0)  # seeds the weights
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     settings = {
         "num_layers": 2,
@@ -127,7 +127,7 @@ def test_a_gpt_trains_in_fp8(recipe: str, device: str, megatron: Any) -> None:
     te.gemm_report(reset=True)
     losses = trained(model, device)
     assert losses == sorted(losses, reverse=True)
-    # Two layers of four Linears each, three GEMMs of each in four steps.
+    # Two layers have four Linears each, with three GEMMs in each of four steps.
     assert te.gemm_report().total("fp8") == te.gemm_report().total() == 2 * 4 * 3 * 4
 
 
@@ -144,9 +144,10 @@ WITH_BIAS = {
 def test_an_mlp_of_operations_trains_alike(
     recipe: str | None, changes: dict[str, Any], device: str, megatron: Any
 ) -> None:
-    """`--use-transformer-engine-op-fuser`. The bound: its GELU is that of tanh, Megatron's is not.
+    """Trains with `--use-transformer-engine-op-fuser`.
 
-    FP8 rounds what differs by that to other codes.
+    Its GELU is the tanh approximation, Megatron's is not. FP8 turns this difference into other
+    codes, so the bound is larger.
     """
     precision = {"fp8": None} if recipe is None else {"fp8_recipe": recipe}
     plain = gpt(device, **precision, **changes)
@@ -166,7 +167,7 @@ def test_an_mlp_of_operations_trains_alike(
 
 
 def test_recomputed_layers_change_no_loss(device: str, megatron: Any) -> None:
-    """Through `te.checkpoint`, under delayed scaling."""
+    """Megatron recomputes layers by `te.checkpoint`; here under delayed scaling."""
     plain = trained(gpt(device), device)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
     te.gemm_report(reset=True)
@@ -179,7 +180,7 @@ def test_recomputed_layers_change_no_loss(device: str, megatron: Any) -> None:
 def test_recomputed_outputs_change_no_bit(
     recipe: Recipe, device: str, megatron: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`recompute_modules=["mla_up_proj"]`, whose class a hook on a tensor runs again."""
+    """The class behind `recompute_modules=["mla_up_proj"]`, which recomputes from a tensor hook."""
     from megatron.core.tensor_parallel import random
 
     if device == "cpu":
@@ -217,7 +218,7 @@ def test_offloaded_layers_change_no_loss(device: str, megatron: Any) -> None:
 
 
 def test_weights_are_clipped_by_the_largest_scores(device: str, megatron: Any) -> None:
-    """Its `qk_clip`, which asks attention for `return_max_logit`."""
+    """Megatron's `qk_clip`, which asks attention for `return_max_logit`."""
     plain = trained(gpt(device), device, 1)
     model = gpt(device, qk_clip=True, qk_clip_threshold=0.5)
     assert trained(model, device, 1) == plain
@@ -260,7 +261,7 @@ def test_fused_losses_and_permutations_are_the_plain_ones(device: str, megatron:
 
 
 def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
-    """Megatron's MLP of four experts, by itself: its router asks for a CUDA device."""
+    """Trains Megatron's MLP of four experts alone: its router asks for a CUDA device."""
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
     model = gpt(device, **experts, fp8_recipe="tensorwise")
     mlp = model.decoder.layers[0].mlp.experts
@@ -281,7 +282,7 @@ def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
         losses.append(loss.item())
     assert out.shape == x.shape and x.grad.isfinite().all()
     assert losses == sorted(losses, reverse=True)
-    # Two layers of four experts, three GEMMs of each in three steps.
+    # Two Linears have four experts each, with three GEMMs in each of three steps.
     assert te.gemm_report().total("fp8") == te.gemm_report().total() == 2 * 4 * 3 * 3
     other = gpt(device, **experts, fp8_recipe="tensorwise").decoder.layers[0].mlp.experts
     assert other.load_state_dict(mlp.state_dict(), strict=True) == ([], [])
@@ -293,7 +294,10 @@ def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
 def test_entries_of_experts_in_distributed_checkpoints(
     name: str, param: bool, device: str, megatron: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each expert has an entry with FP8 state; none is unpickled. Megatron writes files on GPUs."""
+    """Each expert has an entry with FP8 state, which loads without unpickling.
+
+    Megatron can write checkpoint files only on GPUs, so the entries pass through `torch.save`.
+    """
     settings = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
     settings |= {"fp8_recipe": name, "fp8_param": param}
     recipe = DelayedScaling() if name == "delayed" else Float8CurrentScaling()
@@ -336,7 +340,7 @@ def test_its_cuda_graphs_train_as_eager_layers(recipe: str | None, megatron: Any
     microbatches.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     try:
         model = gpt("cuda", cuda_graph_impl="transformer_engine", **fp8)
-        model.zero_grad_buffer = model.zero_grad  # of the wrapper that Megatron's loop puts around
+        model.zero_grad_buffer = model.zero_grad  # a method of Megatron's wrapper
         TECudaGraphHelper([model], model.config, LENGTH, BATCH).create_cudagraphs()
     finally:
         microbatches.destroy_num_microbatches_calculator()

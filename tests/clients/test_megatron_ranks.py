@@ -1,6 +1,6 @@
-"""Megatron-Core: its GPT on two ranks has the losses of one.
+"""Megatron-Core: its GPT on two ranks has the losses of one rank.
 
-Over NCCL also by Megatron's own schedules and its distributed optimizer, with weights in FP8.
+Over NCCL, Megatron's schedules and distributed optimizer are tested, too, with FP8 weights.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the losses of all cases, for each rank."""
     return run_ranks(2, compared, backend=request.param)
 
 
@@ -41,7 +41,7 @@ def test_ranks_train_as_one(found: list[dict[str, Any]], layout: str, precision:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Any]]:
-    """Of each GPU, by Megatron's own training."""
+    """Returns the losses of Megatron's training, for each GPU."""
     return run_ranks(2, megatron_training.trained, backend="nccl")
 
 

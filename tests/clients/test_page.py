@@ -1,4 +1,4 @@
-"""The listings of docs/how-to/use_other_libraries.md run."""
+"""Runs the listings of docs/how-to/use_other_libraries.md."""
 
 import re
 from collections.abc import Iterator

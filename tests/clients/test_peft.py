@@ -39,7 +39,7 @@ def test_adapters_start_as_nothing_and_train(device: str) -> None:
     plain = copy.deepcopy(net)
     adapted = with_lora(net)
     assert [type(m).__name__ for m in adapted.modules()].count("TeLinear") == 3
-    x = torch.randn(3, 16, device=device)  # fewer tokens than FP8 wants, and not a multiple
+    x = torch.randn(3, 16, device=device)  # three tokens: FP8 pads them
     assert torch.equal(adapted(x), plain(x))
     trained = [p for p in adapted.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -54,7 +54,7 @@ def test_adapters_start_as_nothing_and_train(device: str) -> None:
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
     gemms = te.gemm_report().counts
-    assert {gemm for _, gemm, _ in gemms} == {"fprop", "dgrad"}  # frozen: no weight gradients
+    assert {gemm for _, gemm, _ in gemms} == {"fprop", "dgrad"}  # frozen weights have no wgrad
     assert {kind for _, _, kind in gemms} == {"fp8"}
     frozen = {n: p for n, p in adapted.named_parameters() if not p.requires_grad}
     assert len(frozen) == 10 and all(p.grad is None for p in frozen.values())
@@ -66,7 +66,7 @@ def test_adapters_start_as_nothing_and_train(device: str) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_moves_and_copies(kind: str, device: str) -> None:
-    """Built on the CPU, moved afterwards, cast, copied."""
+    """Adapters of layers that are built on the CPU, copied, moved, and cast to bf16."""
     torch.manual_seed(0)
     adapted = get_peft_model(
         nn.Sequential(CLASSES[kind]("cpu")), LoraConfig(r=4, target_modules=["0"])

@@ -1,4 +1,4 @@
-"""Checkpoints that a hook on a tensor runs again, as Megatron's `CheckpointWithoutOutput` does."""
+"""Checkpoints that a tensor hook recomputes, like Megatron's `CheckpointWithoutOutput`."""
 
 import gc
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from transformer_engine.pytorch.fp8.process_state import process_state
 
 
 class First(torch.autograd.Function):
-    """The first forward, and the backward of the second."""
+    """Runs the first forward without autograd, and the backward of the second forward."""
 
     @staticmethod
     def forward(ctx, owner, function, x):
@@ -39,7 +39,10 @@ class First(torch.autograd.Function):
 
 
 class WithoutOutput:
-    """A checkpoint whose output is freed, until the gradient of a tensor behind it is there."""
+    """A checkpoint whose output is freed.
+
+    A hook on a later tensor recomputes the output when the gradient of that tensor arrives.
+    """
 
     def __init__(self, function: Callable[..., Any], x: torch.Tensor) -> None:
         self.function = function
@@ -67,7 +70,7 @@ class WithoutOutput:
 
 def without_output(function: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     checkpoint = WithoutOutput(function, x)
-    behind = nn.functional.silu(checkpoint.out)  # which saves the output
+    behind = nn.functional.silu(checkpoint.out)  # silu saves the output
     checkpoint.free(behind)
     return behind
 
@@ -77,7 +80,7 @@ def plain(function: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """Two checkpoints, in which a layer runs twice, between layers without one."""
+    """Two checkpoints between plain layers; in each, one layer runs twice."""
 
     def __init__(self, device: str, shared: bool = False) -> None:
         super().__init__()
@@ -96,7 +99,7 @@ class Model(nn.Module):
 
 
 def everything(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients and scaling state."""
+    """Returns gradients and scaling state."""
     states = [m.get_extra_state() for m in model.modules() if hasattr(m, "scaling")]
     return [p.grad.clone() for p in model.parameters() if p.grad is not None] + states
 
@@ -104,9 +107,10 @@ def everything(model: nn.Module) -> list[torch.Tensor]:
 def trained(
     recipe: str, wrap: Wrap, device: str = "cpu", in_flight: int = 1, shared: bool = False
 ) -> list[torch.Tensor]:
-    """Three steps of three micro-batches, which run backward in the order of their forwards.
+    """Trains three steps of three micro-batches, whose backwards have the order of the forwards.
 
-    Four in flight: one backward of all.
+    `in_flight` is the number of forwards before the first backward. With 4, one backward runs for
+    the sum of all losses.
     """
     reset_autocast()
     model, found = Model(device, shared), []
@@ -155,7 +159,7 @@ def test_of_a_layer_in_high_precision_before_one_in_fp8() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("in_flight", [1, 3, 4])
 def test_a_layer_of_two_checkpoints(recipe: str, in_flight: int) -> None:
-    """Its gradients are summed in the order of backwards: as another checkpoint does."""
+    """Gradients are summed in the order of backwards, as with `te.checkpoint`."""
 
     def expected(function, x):
         return plain(lambda x: MODES["te"](function, x), x)
@@ -187,7 +191,7 @@ def test_within_itself() -> None:
 
 
 def test_hooks_on_results_of_other_checkpoints() -> None:
-    """Several are open at once; the output of one starts the recompute of another."""
+    """Several checkpoints are open at once; the output of one starts the recompute of another."""
 
     def chained(mode: Wrap) -> Wrap:
         def wrap(function, x):
@@ -209,13 +213,13 @@ def test_hooks_on_results_of_other_checkpoints() -> None:
 
 @pytest.mark.parametrize("alive", [False, True])
 def test_forwards_without_a_backward(alive: bool, device: str) -> None:
-    """Their records are not those of others, and go with their graphs."""
+    """Records of forwards without a backward are not used by others, and go with their graphs."""
     found = []
     for wrap in (without_output, plain):
         reset_autocast()
         model, graphs = Model(device), []
         for i in range(3):
-            for scale in (7, 1):  # the first has no backward
+            for scale in (7, 1):  # the first forward has no backward
                 x = torch.linspace(-1 - i, scale, 512, device=device).view(16, 32)
                 with scope("delayed"):
                     out = model(x.requires_grad_(), wrap)
@@ -237,7 +241,7 @@ def test_forwards_without_a_backward(alive: bool, device: str) -> None:
 
 
 def test_high_precision(device: str) -> None:
-    """Before and after steps in FP8, and within the checkpoint."""
+    """High precision before and after steps in FP8, and within a checkpoint."""
 
     def within(function, x):
         with te.fp8_autocast(enabled=False):

@@ -1,4 +1,4 @@
-"""What trainers' own checkpointing functions ask, and the order in which they offload."""
+"""The queries of trainers' own checkpointing functions, and the order of their offloading."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.distributed import (
 
 
 class Recomputed(torch.autograd.Function):
-    """The pattern of trainers: forward without autograd, and again in the backward."""
+    """The pattern of trainers: a forward without autograd, and a second one in the backward."""
 
     @staticmethod
     def forward(ctx, function, x):
@@ -34,7 +34,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def test_checkpointing_functions_of_trainers(device: str) -> None:
-    """The second forward repeats the scales of the first: gradients do not change by a bit."""
+    """The second forward uses the scales of the first, so gradients keep all bits."""
     layers = [te.Linear(32, 32, device=device) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     asked = []

@@ -1,4 +1,4 @@
-"""`FP8GlobalStateManager`, which trainers ask about the region they are in."""
+"""`FP8GlobalStateManager`, by which trainers query the autocast that they are in."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What trainers of others do with the debugger: their loggers, their parsers of its text logs."""
+"""How other trainers use the debugger: with their loggers, and parsers of its text logs."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import transformer_engine
 import transformer_engine.pytorch as te
 from nvdlfw_inspect.logging import BaseLogger
 
-# One line of the statistics log, and one that names a layer, as analysis scripts read them.
+# Patterns of analysis scripts: a line of the statistics log, and a line that names a layer.
 STATISTIC = re.compile(
     r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (\S+)\s+iteration=(\d+)\s+value=([\d.]+)$"
 )
@@ -28,7 +28,7 @@ stats:
 
 
 class Recorder(BaseLogger):
-    """A logger of a trainer: one dict for each scalar."""
+    """A trainer's logger, which stores each scalar."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""lightning, accelerate and the Trainer of transformers on two ranks, replicated and sharded."""
+"""lightning, accelerate and the Trainer of transformers on two ranks, with DDP and fully_shard."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -10,7 +10,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
 NEEDS = {"lightning": "lightning", "accelerate": "accelerate", "Trainer": "transformers"}
-# Of losses: two ranks sum in another order, and their first scales of gradients are others.
+# Bounds of losses: two ranks sum in another order, and their first gradient scales differ.
 BOUNDS = {"fp32": 1e-6, "fp8": 1e-3}
 
 
@@ -23,7 +23,7 @@ def _is_installed(name: str) -> bool:
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the losses of all trainers, for each rank."""
     names = [name for name in RUNS if _is_installed(name)]
     return run_ranks(2, trained, names, backend=request.param) if names else []
 

@@ -1,4 +1,4 @@
-"""transformers: `Trainer` through accelerate, and models with our layers saved and loaded."""
+"""transformers: `Trainer` through accelerate, and saved models that contain our layers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 pytestmark = [
-    # Of torch's DataLoader, when transformers asks for pinned memory on a machine without a GPU.
+    # From torch's DataLoader, when transformers asks for pinned memory without a GPU.
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -104,7 +104,10 @@ def test_a_trained_model_loads_as_a_plain_one(
 def test_a_converted_model_resumes_exactly(
     device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`te.convert` before `Trainer`, which reads checkpoints before accelerate replaces layers."""
+    """The model is converted before `Trainer` loads a checkpoint.
+
+    accelerate would convert the layers after that.
+    """
     fp8_by_environment(monkeypatch)
     runs = []
     for folder in (None, str(tmp_path / "checkpoint-4")):
@@ -121,7 +124,7 @@ class ToyConfig(PretrainedConfig):
 
 
 class Toy(PreTrainedModel):
-    """A model of the transformers library that is made of our layers."""
+    """A model of the transformers library that contains our layers."""
 
     config_class = ToyConfig
 
@@ -136,14 +139,14 @@ class Toy(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Our layers have initialised themselves."""
+        """Does nothing, because our layers have initialised themselves."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.layer(self.embedding(ids))))
 
 
 def test_models_of_our_layers_are_saved_and_loaded(device: str, tmp_path: Path) -> None:
-    """With the FP8 state, and with nothing missing or unexpected."""
+    """FP8 state is saved, too, and no entry is missing or unexpected."""
     model = Toy(ToyConfig()).to(device).eval()
     ids = torch.randint(0, TOKENS, (2, LENGTH), device=device)
     with te.fp8_autocast(enabled=True):

@@ -1,4 +1,8 @@
-"""Sessions of the debugger and graphs: nothing selected changes nothing, features are refused."""
+"""Debugger sessions with compiled code and CUDA graphs.
+
+Layers that no feature selects run as without a session. Features that need Python in a forward
+raise an error, because a graph cannot call it.
+"""
 
 import pytest
 import torch
@@ -67,14 +71,14 @@ def test_a_feature_on_a_captured_layer_is_refused() -> None:
 
 
 class Later(Modifier):
-    """Has nothing to do before a certain iteration."""
+    """A feature that is not due before a certain iteration."""
 
     def modify_tensor_enabled(self, config, layer_name, tensor_name, gemm, iteration):
         return iteration >= 10, max(10, iteration + 1)
 
 
 def test_a_feature_that_is_not_due_is_refused_in_a_capture(device, monkeypatch) -> None:
-    """The graph would be replayed when it is due."""
+    """The feature may be due later, when the graph is replayed."""
     module = build("linear", device)
     x = torch.randn(16, 32, dtype=torch.bfloat16, device=device)
     with session(("layer", Later(), {})), torch.no_grad():

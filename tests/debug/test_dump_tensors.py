@@ -1,4 +1,4 @@
-"""DumpTensors: files that `torch.load(weights_only=True)` reads."""
+"""DumpTensors: files can be read by `torch.load(weights_only=True)`."""
 
 from pathlib import Path
 from unittest.mock import Mock

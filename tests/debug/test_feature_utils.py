@@ -1,4 +1,4 @@
-"""`next_enabled_iter` against a list of the iterations in which a schedule runs."""
+"""`next_enabled_iter` compared with a list of the iterations in which a schedule runs."""
 
 import pytest
 

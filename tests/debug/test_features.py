@@ -1,4 +1,4 @@
-"""The built-in features that route or modify, against their definitions."""
+"""The built-in features that choose precisions or modify tensors, against their definitions."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +30,7 @@ OPERANDS = ["activation", "weight", "gradient"]
 
 
 def fake_quantized(x: torch.Tensor, quant_format: str, margin: int) -> torch.Tensor:
-    """The definition: scale = fp8_max / (amax * 2^margin); cast; back."""
+    """Computes the definition: scale = fp8_max / (amax * 2^margin), cast to FP8, and back."""
     kind = F8[quant_format]
     largest = torch.finfo(kind).max
     scale = largest / (x.float().abs().max() * 2.0**margin)
@@ -109,7 +109,7 @@ def test_fake_quant_of_operands(device: str, recipe: str) -> None:
     [("fprop", "weight"), ("fprop", "activation"), ("dgrad", "gradient"), ("wgrad", "gradient")],
 )
 def test_fake_quant_of_one_operand_under_torch_autocast(device: str, gemm: str, tensor: str):
-    """The other operands of the GEMM are cast to the dtype of the autocast, too."""
+    """The other operands of the GEMM are also cast to the dtype of the autocast."""
     module = build("linear", device, torch.float32)
     x = torch.randn(16, 32, device=device, requires_grad=True)
     dy = torch.randn(16, 48, dtype=torch.bfloat16, device=device)
@@ -155,7 +155,7 @@ def test_per_tensor_scaling_of_everything_is_current_scaling(name: str, fp8_form
     for a, e in zip(actual, expected, strict=True):
         if a.ndim > 1:
             assert torch.equal(a, e)
-        else:  # columns may be summed in another order
+        else:  # column sums may use another order
             torch.testing.assert_close(a, e)
 
 
@@ -222,7 +222,7 @@ def test_one_scale_beside_blocks_is_refused_before_anything_runs(
         refused = pytest.raises(ValueError, match=rf"\[PerTensorScaling\] .*{said}.*layer layer")
         with refused if said else nullcontext(), te.fp8_autocast(fp8_recipe=Float8BlockScaling()):
             layer(x).sum().backward()
-        if said and "fprop" not in gemms:  # nothing is asked of GEMMs that do not run
+        if said and "fprop" not in gemms:  # features are not asked about GEMMs that do not run
             with torch.no_grad(), te.fp8_autocast(fp8_recipe=Float8BlockScaling()):
                 layer(x)
 

@@ -1,4 +1,4 @@
-"""The debugger looks at weights that are kept in FP8, and changes what GEMMs take of them."""
+"""The debugger with FP8 weights: it inspects them, and modifies operands that GEMMs get."""
 
 from pathlib import Path
 
@@ -140,12 +140,12 @@ def test_statistics_are_those_of_the_values(
         for name in CASTS:
             expected = known.min() if "min" in name else known.max()
             assert row[name] == pytest.approx(expected.item(), rel=1e-6)
-        assert row.get("mse") is None  # what the cast lost is known to nobody any more
+        assert row.get("mse") is None  # the error of the cast is no longer known
 
 
 @kinds
 def test_statistics_beside_a_feature_that_looks(recipe: str, tmp_path: Path) -> None:
-    """Both are served in one call: the feature by Python, the statistics by kernels."""
+    """In the same call, the feature runs in Python, and kernels compute the statistics."""
     module = fp8_module("linear", "cpu", recipe)
     sections = [
         section("LogTensorStats", tensors=["weight"], stats=["cur_amax"]),

@@ -1,4 +1,4 @@
-"""Hooks where calls differ: micro-batches, cached weights, recomputation, calibration."""
+"""Debugger hooks with micro-batches, cached weights, recomputation and calibration."""
 
 from unittest.mock import Mock
 
@@ -24,7 +24,7 @@ def looked_at(recorder: Recorder) -> list[str]:
 
 
 class Caster(Modifier):
-    """Casts operands itself."""
+    """A feature that casts operands to FP8 by current scaling."""
 
     fp8_gemm_enabled = HighPrecision.fp8_gemm_enabled
 
@@ -38,7 +38,7 @@ class Caster(Modifier):
 
 
 class RecipesCaster:
-    """Casts operands as the recipe does."""
+    """A feature that casts operands with the quantizer of the recipe."""
 
     def modify_tensor_enabled(self, config, layer_name, tensor_name, gemm, iteration):
         return True, iteration + 1
@@ -186,7 +186,7 @@ def test_recomputation_is_seen_once_and_modified_again(recipe: str, reentrant: b
 
 @pytest.mark.parametrize("split", [None, ("query", "key")])
 def test_checkpoints_of_products_in_high_precision(split) -> None:
-    """The products of the backward cast to FP8 what the first forward did not."""
+    """The GEMMs of the backward cast operands to FP8 that the first forward has not cast."""
 
     def run(again: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -359,7 +359,7 @@ def test_statistics_are_attached_and_not_called_for() -> None:
         logged_call = "look_at_tensor_before_process"
 
     class Noting(IdentityQuantizer):
-        statistics = Mock()  # told of every forward
+        statistics = Mock()  # every forward calls its `enter`
 
         def process_gemm_output(self, x):
             shapes.append(tuple(x.shape))
@@ -375,7 +375,7 @@ def test_statistics_are_attached_and_not_called_for() -> None:
     with session(("layer", feature, {"tensors": ["output"]})) as s:
         s.manager.statistics = Provider()
         train(module, None, steps=3, after_step=s.step)
-    assert shapes == [(4, 8, 48), (4, 8, 48)]  # from iteration 1 on, for good
+    assert shapes == [(4, 8, 48), (4, 8, 48)]  # attached in iteration 1, and kept
     Noting.statistics.enter.assert_called_with(False)
     assert not looked_at(feature)
     assert s.manager.messages[-1:] == [

@@ -1,4 +1,4 @@
-"""The calls that features get, in which order, with what, and what comes of the answers."""
+"""Calls of feature methods: their order and arguments, and the effect of their answers."""
 
 import pytest
 import torch
@@ -187,7 +187,7 @@ def test_operands_of_two_kinds_name_layer_and_gemm() -> None:
 
 
 def test_a_feature_that_says_when_next_is_left_alone_until_then() -> None:
-    """ "Yes, next at n" is a yes for now; a yes without a next is the last one."""
+    """(True, n) holds for this iteration, and the next question is at n; (True, None) ends it."""
 
     class Seldom(Modifier):
         def inspect_tensor_enabled(self, config, tensor_name, iteration):

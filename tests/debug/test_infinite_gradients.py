@@ -1,4 +1,4 @@
-"""An infinite gradient saturates in the cast to FP8 (docs/concepts.md); the debugger shows it."""
+"""An infinite gradient saturates when cast to FP8 (docs/concepts.md); the debugger shows it."""
 
 import json
 import math

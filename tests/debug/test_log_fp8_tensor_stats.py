@@ -25,7 +25,7 @@ from transformer_engine.pytorch.tensor import (
 RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "blocks": Float8BlockScaling()}
 STATS = ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"]
 MOST = {E4M3: 448.0, E5M2: 57344.0}
-ROUNDINGS = 1 + 2**-22  # between the largest magnitude and the scale that holds it
+ROUNDINGS = 1 + 2**-22  # rounding errors between the largest magnitude and its scale
 
 
 def fp8_stats(**more) -> dict:
@@ -33,7 +33,7 @@ def fp8_stats(**more) -> dict:
 
 
 def expected(x: torch.Tensor, q: torch.Tensor) -> dict[str, float]:
-    """Of a tensor and its cast."""
+    """Returns the statistics of a tensor and its cast."""
     exact, cast = x.double(), q.dequantize(dtype=torch.float32).double()
     inverse = q._scale_inv.flatten()[0]
     beyond = (
@@ -50,7 +50,7 @@ def expected(x: torch.Tensor, q: torch.Tensor) -> dict[str, float]:
 
 
 def spread(device: str, rows: int = 64) -> torch.Tensor:
-    """Values of many magnitudes, zeros among them."""
+    """Returns values of many magnitudes, and some zeros."""
     x = torch.randn(rows, 64, device=device) * torch.exp2(torch.randint(-20, 6, (rows, 64))).to(
         device
     )
@@ -93,7 +93,7 @@ def test_alias_and_columnwise(tmp_path: Path, device: str) -> None:
 def test_the_element_that_a_scale_comes_from_does_not_overflow(
     recipe: Recipe, tmp_path: Path, device: str
 ) -> None:
-    """The scale comes through roundings."""
+    """The scale is rounded, so the largest value may end slightly above the FP8 maximum."""
     with debugging(tmp_path, fp8_stats(stats=["overflows%"])):
         layer = te.Linear(32, 16, device=device, name="fc1")
         for _ in range(40):
@@ -197,7 +197,7 @@ def test_operands_of_a_linear(tmp_path: Path, device: str, recipe, rows: int) ->
 
 
 def of_blocks(x: torch.Tensor, dimensions: int, columnwise: bool) -> dict[str, float]:
-    """Of a tensor and its cast in blocks."""
+    """Returns the statistics of a tensor and its cast in blocks."""
     matrix = x.detach().cpu().reshape(-1, x.shape[-1])
     matrix = matrix.t().contiguous() if columnwise else matrix
     codes, stored = blocks.quantize(matrix, dimensions)

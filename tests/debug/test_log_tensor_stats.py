@@ -1,4 +1,4 @@
-"""LogTensorStats by hand and in modules, against float64 torch."""
+"""LogTensorStats called directly and in modules, against float64 torch."""
 
 import math
 import re

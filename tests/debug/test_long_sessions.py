@@ -1,4 +1,4 @@
-"""Sessions that see many layers, evaluations between steps, and several threads."""
+"""Sessions with many layers that come and go, evaluations between steps, and threads."""
 
 import gc
 import threading
@@ -33,7 +33,7 @@ def test_layers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
         (buffer,) = found._buffers.values()
         assert len(buffer.slots) == 6
     rows = logged(tmp_path)
-    for step in range(5):  # of their own step, nothing is lost or mixed up
+    for step in range(5):  # each step has its values
         for layer in ("stays", f"layer{step}"):
             assert rows[step, layer, "activation"]["max"] == step + 1.0
             assert {"max", "mean"} == set(rows[step, layer, "gradient"])
@@ -41,7 +41,7 @@ def test_layers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
 
 
 class Grouped(te.GroupedLinear):
-    """All rows are of one part."""
+    """A GroupedLinear whose rows all belong to the first GEMM."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x, [16])

@@ -1,4 +1,7 @@
-"""Casts to MXFP8, what-if and fake, against a definition that goes run by run."""
+"""MXFP8 casts in what-if statistics and FakeQuant, against a definition in Python.
+
+The definition handles each run of 32 values in a row on its own.
+"""
 
 import math
 from pathlib import Path
@@ -18,7 +21,7 @@ STATS = ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"]
 
 
 def exponent_of(share: float) -> int:
-    """The least e with 2^e >= amax / largest, as far as E8M0 has it."""
+    """The smallest e with 2^e >= amax / largest, limited to the range of E8M0."""
     if math.isinf(share):
         return 127
     e = -127
@@ -30,7 +33,7 @@ def exponent_of(share: float) -> int:
 def by_definition(
     x: torch.Tensor, format: int = fp8.E4M3, margin: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and inverse scales by element; zero where a run has nothing but zeros and NaN."""
+    """Returns codes, and inverse scales per element (zero in runs of only zeros and NaN)."""
     codes, inverses = [], []
     for row in x:
         for run in row.split(32):
@@ -42,7 +45,7 @@ def by_definition(
 
 
 def edges() -> torch.Tensor:
-    """Runs whose amax lies at, and next to, powers of two times 448; and at the ends of fp32."""
+    """Runs whose amax is 448 times a power of two, a neighbour of it, or at an end of fp32."""
     largest = [448.0 * 2.0**e for e in (-100, -1, 0, 1, 100)]
     at = torch.tensor([*largest, 2.0**-149, 2.0**-126, torch.finfo(torch.float32).max])
     amax = torch.cat([at, at.nextafter(at * 2).clamp(max=3.4e38), at.nextafter(at / 2)])
@@ -82,7 +85,7 @@ def statistics_of(x: torch.Tensor) -> dict[str, float]:
     said = inverses[inverses != 0]
     return {
         "underflows%": 100 * ((x != 0) & (cast == 0)).double().mean().item(),
-        "overflows%": 0.0,  # the scale lets the largest value through
+        "overflows%": 0.0,  # no value exceeds the scale
         "scale_inv_min": said.min().item(),
         "scale_inv_max": said.max().item(),
         "mse": (x.double() - cast).square().mean().item(),

@@ -1,4 +1,4 @@
-"""What ranks say of each other, and which tensors they have alike: without processes."""
+"""How ranks compare their facts, and which tensors are replicated, tested in one process."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def row(layer: str, tensor: str = "activation") -> tuple[str, ...]:
 
 
 def facts(*rows: tuple[str, ...], group: tuple[int, ...] = ALL, **more) -> dict:
-    """Of a rank that has these rows in its reduction group."""
+    """Returns the facts of a rank that has these rows in its reduction group."""
     key = key_of(group)
     known = {"name": "", "config": 1, "sections": ["look"], "iteration": 0}
     digests, by_group = {key: hash(rows)}, {key: rows}
@@ -58,7 +58,7 @@ def test_ranks_do_not_learn_of_weights() -> None:
 
 
 def test_groups_of_weights_are_compared_among_their_ranks() -> None:
-    """Two tensor parallel groups, each with weights of its own."""
+    """There are two tensor-parallel groups, each with its own weights."""
     posts = {}
     for rank in ALL:
         own = "0,1" if rank < 2 else "2,3"

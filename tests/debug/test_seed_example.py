@@ -1,4 +1,4 @@
-"""The documented example: a TransformerLayer with two sections, and what its logs say."""
+"""The documented example: a TransformerLayer, a config with two sections, and the logs."""
 
 import re
 from pathlib import Path
@@ -59,7 +59,7 @@ def _session_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def train(device: str) -> None:
-    """The documented script but for its device and the placeholder path."""
+    """The documented script, with another device and path."""
     hidden_size, num_attention_heads = 512, 8
     debug_api.initialize(
         config_file="./config.yaml",
@@ -130,7 +130,7 @@ def test_statistics_are_those_of_the_document(device: str) -> None:
         head = f"INFO - {name}_activation_{statistic}{tabs}iteration={iteration:06d}{tabs}value="
         assert line.startswith(head)
         values[iteration, statistic] = float(line.removeprefix(head))
-    # What a LayerNorm gives: no mean, a deviation of one; sqrt(2 / pi) is the mean of |x|.
+    # The output of a LayerNorm has mean 0 and deviation 1; the mean of |x| is sqrt(2 / pi).
     assert abs(values[2, "mean"]) < 1e-3
     assert values[2, "std"] == pytest.approx(1, abs=0.01)
     assert values[2, "l1_norm"] == pytest.approx(10 * 32 * 512 * 0.798, rel=0.01)

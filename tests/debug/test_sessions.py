@@ -1,4 +1,4 @@
-"""Layers in real sessions: configurations as documents show them, and what the GEMMs then do."""
+"""Layers in complete sessions: documented configurations, and the GEMMs that result."""
 
 import subprocess
 import sys
@@ -83,7 +83,7 @@ def start(config: dict, **more) -> None:
 
 
 def start_counting(init_training_step: int = 0, **keys):
-    """A session with the feature above for "layer"; the feature, while the session runs."""
+    """Starts a session with the feature above on "layer"; returns the feature."""
     Path("features").mkdir()
     Path("features/count_calls.py").write_text(COUNTING_FEATURE)
     config = selected({"layer_types": ["layer"]}, CountCalls=keys)
@@ -296,7 +296,7 @@ def test_calls_by_hand() -> None:
 
 
 def test_layers_that_share_a_name_are_told() -> None:
-    """Once a name; a layer that takes the place of one that is gone is none of them."""
+    """A name is reported once. A layer that replaces a deleted one is not reported."""
     start(selected({"layer_types": ["fc"]}, LogTensorStats={"tensors": "weight", "stats": "min"}))
     x = torch.randn(16, 32)
     for _ in range(2):

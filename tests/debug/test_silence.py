@@ -1,4 +1,4 @@
-"""A session that has logged nothing says why, and ends no training."""
+"""A session that has logged nothing says why, and does not stop the training."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 
 
 def train(steps: int = 2, fp8: bool = True, step: Callable[[], None] = debug_api.step) -> None:
-    """A model of three layers; nothing but its warnings is of interest."""
+    """Trains a model of three layers, with warnings ignored."""
     model = torch.nn.Sequential(
         te.Linear(16, 16, device="cpu", name="a"),
         te.LayerNormMLP(16, 32, device="cpu", name="b"),
@@ -94,7 +94,7 @@ def test_one_warning_for_all_tensors_without_casts(tmp_path: Path) -> None:
             debug_api.step()
     assert len(caught) == 1
     logged = [line for line in messages(tmp_path) if "Skipping stats" in line]
-    assert len(logged) == 6  # the debug log names all of them
+    assert len(logged) == 6  # the debug log has a line for each tensor
 
 
 def test_a_section_that_never_came_due_is_told_at_the_end(

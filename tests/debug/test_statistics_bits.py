@@ -67,7 +67,7 @@ def test_a_run_with_every_statistic_is_the_same_run(
 def test_statistics_of_one_of_two_products(
     tmp_path: Path, device: str, recipe: str, layers: str
 ) -> None:
-    """The activation between them serves both: a product that is inspected and one that is not."""
+    """The activation between two GEMMs has two readers: an inspected layer, and another one."""
     plain = train(device, recipe)
     with debugging(tmp_path, section("LogTensorStats", layers, tensors=SIX, stats=MOMENTS)):
         inspected = train(device, recipe, debug_api.step)

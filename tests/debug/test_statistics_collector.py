@@ -1,4 +1,4 @@
-"""The buffer of statistics: micro-batches, schedules, weights, empty tensors, captured rows."""
+"""The collector's buffer: micro-batches, schedules, weights, empty tensors, captured rows."""
 
 import warnings
 
@@ -181,7 +181,7 @@ def test_captured_rows_follow_the_flag(device: str) -> None:
 
 
 def test_a_captured_graph_goes_on_knowing_nothing_but_scales(device: str) -> None:
-    """Of a weight that is kept in FP8: a replay runs no Python that could say so again."""
+    """This is for FP8 weights: a replay runs no Python, so it cannot report lost statistics."""
     stats = [Subscription(name, Source(Kind.CASTS), name) for name in ("mse", "scale_inv_max")]
     session = _session(layer=stats)
     tensor = session.collector.tensor("layer", "weight", torch.device(device))
@@ -192,7 +192,7 @@ def test_a_captured_graph_goes_on_knowing_nothing_but_scales(device: str) -> Non
     written = slot.row.clone()
     for _ in range(2):
         session.step()
-        slot.row.copy_(written)  # a replay
+        slot.row.copy_(written)  # as a replay does
     assert list(session.logged().values()) == [{"scale_inv_max": 0.5}] * 2
 
 
@@ -224,7 +224,7 @@ def test_no_synchronisation() -> None:
     x = torch.randn(256, 256, device="cuda")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):
             session.feed("layer", "activation", x)

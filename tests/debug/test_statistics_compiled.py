@@ -1,4 +1,4 @@
-"""Built-in statistics of compiled layers: values of eager mode, and no result changes."""
+"""Built-in statistics of compiled layers: they equal those of eager mode, as do results."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MOMENTS += [{"max_blockwise_dynamic_range": {"block_size": 8}}]
 CASTS = ["underflows%", "overflows%", "mse", "scale_inv_max", "fp8_current_scaling_underflows%"]
 COLUMNS = ["mse_columnwise", "fp8_block_scaling_mse_columnwise"]
 MODULES = {"Linear": te.Linear, "LayerNormLinear": te.LayerNormLinear, "MLP": te.LayerNormMLP}
-Wrap = Callable[..., Any]  # torch.compile, or nothing
+Wrap = Callable[..., Any]  # torch.compile, or the identity
 
 
 def build(kind: str, device: str, **more: Any) -> torch.nn.Module:
@@ -35,7 +35,7 @@ def batch(module: torch.nn.Module, seed: int, tokens: int = 16) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """A run of a few steps; `mode` says what is special about it."""
+    """A run of a few steps; `mode` names its special conditions."""
 
     kind: str
     recipe: str
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def sections(self) -> list[Config]:
-        """Every statistic; moments in every second iteration."""
+        """Asks for every statistic; for moments in every second iteration only."""
         found = [section("LogTensorStats", tensors=SIX, stats=MOMENTS, freq=2)]
         if self.recipe != "high precision":
             stats = CASTS if self.mode == "inference" else CASTS + COLUMNS
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return found
 
     def run(self, device: str, wrap: Wrap, step: Callable[[], None]) -> list[torch.Tensor]:
-        """Outputs and gradients of three steps."""
+        """Returns outputs and gradients of three steps."""
         with te.quantized_model_init(enabled=self.mode == "fp8 weights"):
             module = build(self.kind, device)
         if self.mode == "own checkpoint":
@@ -121,7 +121,10 @@ CASES = (
 
 
 def assert_close(compiled: dict[Any, Any], eager: dict[Any, Any]) -> None:
-    """On a GPU eager kernels take moments by the way, and add in another order."""
+    """Asserts equality up to the order of sums.
+
+    On a GPU, eager kernels compute moments inside other kernels, which add in another order.
+    """
     assert set(compiled) == set(eager)
     for key, expected in eager.items():
         spread = expected.get("std", 0.0)
@@ -145,18 +148,18 @@ def compare(case: Case, folder: Path, device: str, backend: str) -> None:
 
         with debugging(folder / name, *case.sections):
             seen = case.run(device, wrap, debug_api.step)
-        if backend == "aot_eager":  # another compiler rounds what it fuses elsewhere
+        if backend == "aot_eager":  # inductor rounds fused operations at other places
             assert all(map(torch.equal, seen, plain))
         logs.append(logged(folder / name))
     eager, compiled = logs
     if device == "cpu":
-        assert repr(compiled) == repr(eager)  # NaN too
+        assert repr(compiled) == repr(eager)  # including NaN
     assert_close(compiled, eager)
     assert {iteration for iteration, _, _ in eager} >= {0, 2}
 
 
 @pytest.mark.sampled_on_cpu
-@pytest.mark.filterwarnings("ignore:.*Skipping stats collection")  # of what is kept in FP8
+@pytest.mark.filterwarnings("ignore:.*Skipping stats collection")  # on FP8 weights
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_are_those_of_eager_mode(case: Case, tmp_path: Path, device: str) -> None:
     compare(case, tmp_path, device, "aot_eager")
@@ -167,10 +170,10 @@ def test_inductor_keeps_the_operators(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch makes one to own a pool
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch makes it for its memory pool
 @pytest.mark.parametrize("recipe", ["high precision", "current"])
 def test_cuda_graphs_of_a_compiler(tmp_path: Path, recipe: str) -> None:
-    """They are replayed without Python, so the device knows what is due."""
+    """Graphs are replayed without Python, so the device decides which statistics are due."""
     case, logs = Case("LayerNormLinear", recipe), []
     for name in ("eager", "compiled"):
         torch._dynamo.reset()
@@ -184,7 +187,7 @@ def test_cuda_graphs_of_a_compiler(tmp_path: Path, recipe: str) -> None:
                     with scope(recipe):
                         y = call(batch(module, 10 * index + part))
                     y.float().square().mean().backward()
-                    module.zero_grad()  # a gradient is the graph's memory until then
+                    module.zero_grad()  # the gradient is in the graph's memory
                 debug_api.step()
         logs.append(logged(tmp_path / name))
     assert_close(*logs)
@@ -194,7 +197,7 @@ ONE = section("LogTensorStats", tensors=["activation", "gradient"], stats=["max"
 
 
 def test_sessions_come_and_go(tmp_path: Path) -> None:
-    """Each is compiled for once, whenever the layer was; its steps are not."""
+    """Each session compiles once, even for layers that were compiled before; steps do not."""
     torch._dynamo.reset()
     module = build("LayerNormLinear", "cpu")
     counter = CompileCounterWithBackend("aot_eager")
@@ -211,7 +214,7 @@ def test_sessions_come_and_go(tmp_path: Path) -> None:
             (i, "layer", tensor) for i in range(3) for tensor in ("activation", "gradient")
         ]
         compiled(x)
-        assert counter.frame_count == graphs  # without a session, the first graph serves again
+        assert counter.frame_count == graphs  # without a session, the first graph is used again
 
 
 @pytest.mark.filterwarnings("ignore:.*selects no layer")
@@ -231,7 +234,7 @@ def test_a_backward_after_its_session_is_of_no_session(tmp_path: Path) -> None:
 
 
 def test_sessions_without_features_compile_nothing_anew(tmp_path: Path) -> None:
-    """Layers of one shape go on sharing a graph: their names are no condition of it."""
+    """Layers of one shape still share a graph, because their names are no guard of the graph."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     layers = [build("Linear", "cpu", name=f"layer{i}") for i in range(10)]
@@ -258,7 +261,7 @@ def test_a_renamed_layer_is_another_layer(tmp_path: Path) -> None:
 
 
 def test_inference_mode(tmp_path: Path, device: str) -> None:
-    """What is made inside of it is written to outside of it."""
+    """Tensors that are made in inference mode are written to outside of it."""
     torch._dynamo.reset()
     module = build("LayerNormLinear", device)
     for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
@@ -279,7 +282,7 @@ def test_inference_mode(tmp_path: Path, device: str) -> None:
     ],
 )
 def test_other_features_are_refused(tmp_path: Path, feature: str, body: dict[str, Any]) -> None:
-    """Beside statistics too."""
+    """They are refused even if statistics are selected, too."""
     torch._dynamo.reset()
     module = build("Linear", "cpu")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
@@ -292,7 +295,7 @@ def test_other_features_are_refused(tmp_path: Path, feature: str, body: dict[str
 
 
 def test_an_exported_layer_is_refused(tmp_path: Path) -> None:
-    """It would run where there is no session."""
+    """The exported program would run without the session."""
     module = build("Linear", "cpu")
     message = "in a compiled graph, got feature LogTensorStats on layer layer"
     with debugging(tmp_path, ONE), pytest.raises(Exception, match=message):
@@ -300,7 +303,7 @@ def test_an_exported_layer_is_refused(tmp_path: Path) -> None:
 
 
 def test_messages_come_once(tmp_path: Path) -> None:
-    """What eager mode says about statistics, compiled layers say too."""
+    """Compiled layers emit the messages about statistics that eager layers emit."""
     torch._dynamo.reset()
     module = build("Linear", "cpu")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)

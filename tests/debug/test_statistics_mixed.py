@@ -1,4 +1,4 @@
-"""Statistics beside features that change operands, or look at them too."""
+"""Statistics together with features that modify or inspect the same tensors."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ MSE = section("LogFp8TensorStats", tensors=["activation"], stats=["mse", "mse_co
 
 
 def _step(folder: Path, device: str, *sections: dict) -> tuple[torch.Tensor, dict]:
-    """An input whose magnitude no history knows, and what is logged of it."""
+    """Trains one step; returns an input that the amax history has not seen, and its statistics."""
     layer = te.Linear(64, 32, device=device, name="layer")
     x = (100 * torch.randn(32, 64, device=device)).requires_grad_()
     with debugging(folder, *sections):
@@ -31,7 +31,7 @@ def _step(folder: Path, device: str, *sections: dict) -> tuple[torch.Tensor, dic
 
 
 def _error(x: torch.Tensor, scale: float | None = None) -> float:
-    """Mean squared error of a cast, with the scale of the tensor where none is given."""
+    """Returns the mean squared error of a cast; by default the scale is that of the tensor."""
     if scale is None:
         cast = Float8CurrentScalingQuantizer(E4M3)(x).dequantize()
     else:
@@ -125,7 +125,7 @@ class OfLaterSteps(LogTensorStats):
     [
         ("OfLargeTensors", [], {0: 8.0, 1: 8.0}),
         ("OfLaterSteps", [], {1: 12.0}),
-        ("OfLargeTensors", [SUMS], {0: 12.0, 1: 12.0}),  # once, as without the subclass
+        ("OfLargeTensors", [SUMS], {0: 12.0, 1: 12.0}),  # counts once, as without the subclass
     ],
 )
 def test_a_subclass_may_define_a_call_anew(

@@ -1,4 +1,4 @@
-"""Statistics in layers that recompute, accumulate weight gradients, or are captured."""
+"""Statistics of layers that recompute, accumulate weight gradients, or are captured."""
 
 import copy
 from pathlib import Path
@@ -49,9 +49,9 @@ def test_a_recomputed_forward_counts_once(tmp_path: Path, device: str, reentrant
 def test_statistics_of_the_forward_alone_change_no_checkpoint(
     tmp_path: Path, device: str, tensor: str, fp8: bool
 ) -> None:
-    """A recompute saves as many tensors as the forward, also of layers that recompute activations.
+    """A recompute saves as many tensors as the forward, which `torch.utils.checkpoint` checks.
 
-    `torch.utils.checkpoint` compares them.
+    This includes layers that recompute activations.
     """
     torch.manual_seed(0)
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
@@ -81,7 +81,7 @@ def test_statistics_of_the_forward_alone_change_no_checkpoint(
 
 @pytest.mark.parametrize("mode", ["hooks", "reentrant", "te", "te reentrant"])
 def test_a_recomputed_fp8_forward_counts_once(tmp_path: Path, mode: str) -> None:
-    """Both directions of every tensor, as without checkpointing."""
+    """Statistics of both directions of every tensor equal those without checkpointing."""
     config = section(
         "LogFp8TensorStats",
         tensors=["activation", "weight", "gradient"],
@@ -108,7 +108,7 @@ def test_a_recomputed_fp8_forward_counts_once(tmp_path: Path, mode: str) -> None
 def _accumulated(
     device: str, fp8: bool, step=lambda: None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The accumulated gradient, and what was added in exact arithmetic."""
+    """Returns the accumulated gradient, and the exact values that were added."""
     torch.manual_seed(0)
     layer = te.Linear(
         32, 32, device=device, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, name="l"

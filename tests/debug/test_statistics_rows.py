@@ -1,4 +1,4 @@
-"""Rows of statistics: merging over ranks and feeds, and what is read off them."""
+"""Rows of statistics: merging over ranks and calls, and reading values from them."""
 
 import math
 

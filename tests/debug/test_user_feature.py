@@ -1,4 +1,4 @@
-"""A feature of a user, as docs/how-to/add_feature.md describes it: a precision of one's own."""
+"""A user's feature, as in docs/how-to/add_feature.md: it emulates another precision."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from precisions import RECIPES, scope
 
 
 def round_mantissa(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round to nearest even, to so many bits after the leading one."""
+    """Rounds to nearest even, to `bits` bits after the leading one."""
     mantissa, exponent = torch.frexp(x.float())
     return torch.ldexp((mantissa * 2 ** (bits + 1)).round(), exponent - bits - 1).to(x.dtype)
 
 
 class RoundMantissa:
-    """Emulates a format with `bits` mantissa bits in every GEMM that it is asked to."""
+    """Emulates a format with `bits` mantissa bits in every selected GEMM."""
 
     def fp8_gemm_enabled(self, config, layer_name, gemm, iteration):
         return False
@@ -66,5 +66,5 @@ def test_all_mantissa_bits_are_no_change(device: str) -> None:
     for a, e in zip(actual, expected, strict=True):
         if a.ndim > 1:
             assert torch.equal(a, e)
-        else:  # columns may be summed in another order
+        else:  # column sums may use another order
             torch.testing.assert_close(a, e)

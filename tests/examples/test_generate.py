@@ -1,4 +1,4 @@
-"""generate.py: the texts are the same with and without a cache, token for token."""
+"""generate.py: texts are the same with and without a cache, token for token."""
 
 from pathlib import Path
 
@@ -66,7 +66,10 @@ def test_the_plain_torch_model_keeps_a_cache(device):
 
 
 def test_bf16_weights_are_those_that_autocast_makes(device):
-    """A bf16 GEMM reads the same weights; norms alone read rounded ones, which here are 1 and 0."""
+    """bf16 GEMMs read the same weights.
+
+    Norms read rounded weights, but here these are 1 and 0.
+    """
     settings = settings_on(device, precision="bf16")
     model = build_model(settings).eval()
     tokens = torch.tensor([list(b"some text")], device=device)
@@ -96,7 +99,7 @@ def test_program(checkpoint, capsys):
     assert "the texts are the same" in output
     assert generate.main([*arguments, "--graph"]) == 0
     assert "the texts are the same" in capsys.readouterr().out
-    two = ["--prompt", "to ", "--prompt", "a longer one"]  # without --bytes: up to the window
+    two = ["--prompt", "to ", "--prompt", "a longer one"]  # up to the window by default
     assert generate.main([*arguments[:3], *two]) == 0
 
 

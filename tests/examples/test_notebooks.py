@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, in a process that looks like a notebook's kernel."""
+"""Runs each notebook from top to bottom, in a process that looks like a notebook's kernel."""
 
 import json
 import math
@@ -14,8 +14,8 @@ pytest.importorskip("plotly")
 
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 GUESSING = math.log(16)
-# Jupyter and its kernel are thirty packages; what a cell sees of them is these few lines. The last
-# expression of a cell is shown, as is what it hands to `display`.
+# A stand-in for Jupyter and its kernel, which are thirty packages. The value of a cell's last
+# expression is shown, and so is an argument of `display`.
 KERNEL = """
 import ast, json, sys
 from types import ModuleType, SimpleNamespace
@@ -46,7 +46,7 @@ def code_cells(notebook: Path) -> list[str]:
 
 
 def run(cells: list[str], folder: Path) -> list[str]:
-    """What each cell printed and showed."""
+    """Returns the output of each cell, printed or shown."""
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", KERNEL],
@@ -69,7 +69,7 @@ def test_inspect_training_finds_what_fp8_loses(tmp_path: Path) -> None:
     outputs = run(cells, tmp_path)
     shown = next(output for output in outputs if "<table" in output)
     assert "of the gradient becomes zero in model.head" in shown
-    assert "gemms: [dgrad, wgrad]" in shown  # what the next cell does
+    assert "gemms: [dgrad, wgrad]" in shown  # as the next cell does
     assert any("A debug session was running" in output for output in outputs)
     assert outputs[-2] == "SHOWN (1, None)\n"
     results = eval(outputs[-1].removeprefix("SHOWN "))

@@ -1,4 +1,4 @@
-"""train_gpt.py as a user runs it, on a text and a model small enough for a test."""
+"""Runs train_gpt.py as a user does, with a text and a model small enough for a test."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ from gpt.model import Gpt
 from gpt.settings import Settings
 from gpt.torch_model import TorchGpt
 
-FORWARD_GEMMS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the head
+FORWARD_GEMMS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP per layer; the head
 CONFIG = Path(train_gpt.__file__).with_name("config.yaml")
 HEAD_WITHOUT_FP8 = """
 head_without_fp8:
@@ -47,7 +47,7 @@ head_without_fp8:
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs where there is a text; files are written there."""
+    """Runs each test in a new directory that contains a text."""
     monkeypatch.chdir(tmp_path)
     write_text()
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
 
 @pytest.mark.parametrize("recipe", ["current", "blocks"])
 def test_fp8_weights_with_masters_change_no_loss(recipe: str, device: str) -> None:
-    """These recipes cast the fp32 weight anew in every step; here the optimizer does."""
+    """These recipes cast the fp32 weight in every step; with FP8 weights, the optimizer does."""
     options = ["--recipe", recipe, "--sample", "0"]
     for name, weights in (("cast.pt", []), ("kept.pt", ["--fp8-weights"])):
         run(*options, *weights, "--checkpoint", name, device=device)
@@ -304,8 +304,8 @@ def test_plain_torch_model_trains(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bigram_loss_is_what_the_last_byte_leaves_open() -> None:
     train = torch.tensor([0, 1, 0, 2] * 1000, dtype=torch.uint8)
-    known = torch.tensor([[1, 0], [2, 0]])  # 1 and 2 are always followed by 0
-    open_ = torch.tensor([[0, 1], [0, 2]])  # 0 is followed by either
+    known = torch.tensor([[1, 0], [2, 0]])  # 0 always follows 1 and 2
+    open_ = torch.tensor([[0, 1], [0, 2]])  # either follows 0
     assert bigram_loss(train, known) == pytest.approx(0, abs=0.01)
     assert bigram_loss(train, open_) == pytest.approx(0.6931, abs=0.01)
 
@@ -320,7 +320,7 @@ def test_library_text_is_the_same_every_time_and_split_by_file() -> None:
 
 
 class Terminal:
-    """Standard error as a terminal that keeps what is written."""
+    """An error stream that claims to be a terminal, and stores its text."""
 
     def __init__(self) -> None:
         self.written = ""

@@ -1,4 +1,4 @@
-"""train_gpt.py in a user's first hour: Ctrl-C, --resume, and options that do nothing."""
+"""train_gpt.py: Ctrl-C, --resume, and options that have no effect."""
 
 import shlex
 import signal
@@ -14,13 +14,13 @@ from gpt.training import Training
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs where there is a text; files are written there."""
+    """Runs each test in a new directory that contains a text."""
     monkeypatch.chdir(tmp_path)
     write_text()
 
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while a step runs."""
+    """Raises SIGINT while a step runs, like Ctrl-C."""
     whole_step = Training.step
 
     def step_of_a_busy_person(self: Training) -> None:
@@ -62,7 +62,7 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Training, "step", step)
-    # A process in the background of a shell starts with interrupts ignored.
+    # A background process of a shell starts with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -72,7 +72,7 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that goes on is found by whole names."""
+    """The command to resume is made by searching for whole option names."""
     with pytest.raises(SystemExit):
         run("--check", "whole.pt")
     assert "unrecognized arguments: --check" in capsys.readouterr().err

@@ -1,5 +1,6 @@
-// Feeds bytes to the reader of configurations and uses what comes out of it as the engine would.
-// Nothing may crash, hang, or throw; every problem must be sayable.
+// Fuzz target for the parser of configurations: parses arbitrary bytes and uses the result as the
+// debugger's engine does. No input may crash, hang or throw, and every problem must have a message
+// and a position. libFuzzer or mutate_main.cpp calls LLVMFuzzerTestOneInput.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -18,7 +19,7 @@ void require(bool condition) {
   if (!condition) std::abort();
 }
 
-// Of this thread, so that a busy machine makes no input slow.
+// CPU time of this thread, so that no input looks slow because the machine is busy.
 double cpu_seconds() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -61,8 +62,8 @@ void use(const Loaded& loaded, const std::vector<FeatureRule>& rules) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace te::inspect;
   static const std::vector<FeatureRule> rules = feature_rules();
-  // Patterns of users may take exponential time: that is Python's business. Those of rules are
-  // harmless.
+  // A stand-in for Python's regular expressions. Patterns in an input may take exponential time,
+  // which would not be a fault of the code under test.
   static const RegexSearch regex = [](const std::string& pattern, const std::string& text) {
     return text.empty() || pattern.find(text) != std::string::npos;
   };
@@ -72,7 +73,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Loaded loaded = load_config(text, "c.yaml", rules, regex);
   slowest.seconds = std::max(slowest.seconds, cpu_seconds() - began);
   use(loaded, rules);
-  // The same text gives the same result. One input in eight is enough, the first one among them.
+  // The same text must give the same result. To save time, one input in eight is parsed twice.
   static unsigned inputs = 0;
   if (inputs++ % 8 != 0) return 0;
   const Loaded again = load_config(text, "c.yaml", rules, regex);

@@ -1,6 +1,7 @@
-// A fuzzer for compilers without libFuzzer: runs LLVMFuzzerTestOneInput on every file of a folder,
-// then on mutations of them from a fixed seed until time is up. An input that crashes is left in
-// crash-input, one that takes longer than 10 s is an error.
+// A fuzzer for compilers without libFuzzer. It runs LLVMFuzzerTestOneInput on every file of a
+// folder, then on random mutations of the files until the time is up. The seed is fixed. Each input
+// is written to the file crash-input before it runs, so that a crash leaves the input there. An
+// input that takes longer than 10 s is an error, too.
 //   config_fuzzer <corpus> [seconds]
 #include <algorithm>
 #include <chrono>
@@ -99,7 +100,7 @@ class Mutator {
 
 void run(const std::string& text) {
   {
-    std::ofstream("crash-input", std::ios::binary) << text;  // still there if this one crashes
+    std::ofstream("crash-input", std::ios::binary) << text;  // stays after a crash
   }
   const auto begin = Clock::now();
   LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(text.data()), text.size());

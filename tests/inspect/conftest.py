@@ -1,4 +1,4 @@
-"""Sessions of the debugger that end with their test."""
+"""Fixtures: debugger sessions that end with their test, and a pretended notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvdlfw_inspect.registry import Registry, _forget, import_built_in
 
 @pytest.fixture(autouse=True)
 def _clean_engine() -> Iterator[None]:
-    """Leave no session, and no feature class, behind."""
+    """Ends the session after each test, and forgets feature classes that the test registered."""
     import_built_in()
     before = set(Registry._classes)
     yield
@@ -28,7 +28,7 @@ def _clean_engine() -> Iterator[None]:
 
 @pytest.fixture
 def initialize(tmp_path: Path) -> Callable[..., DebugManager]:
-    """`debug_api.initialize` with logs in `tmp_path`, without times; returns the manager."""
+    """`debug_api.initialize` with logs in `tmp_path`, without time stamps; returns the manager."""
 
     def start(config: Any = None, **kwargs: Any) -> DebugManager:
         settings = {"log_dir": tmp_path, "log_timestamps": False, **kwargs}
@@ -41,7 +41,7 @@ def initialize(tmp_path: Path) -> Callable[..., DebugManager]:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look like a notebook's kernel."""
+    """Makes this process look like a notebook's kernel."""
     shell = types.SimpleNamespace(kernel=object())
     module = types.SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, "IPython", module)

@@ -1,4 +1,4 @@
-"""Advice: what is said about findings, and YAML that means what it says."""
+"""Advice on findings: its text, and the YAML that it suggests."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ from nvdlfw_inspect.report.rules import RULES, Level
 from nvdlfw_inspect.report.verdicts import judge
 
 yaml = pytest.importorskip("yaml")
-pytest.importorskip("torch")  # the built-in features, whose rules advice has to keep
+pytest.importorskip("torch")  # advice uses the rules of the built-in features
 LAYER = "model.0.fc1"
 NAMESPACE = "transformer_engine"
 
@@ -26,7 +26,7 @@ def advice_on(logdir: Path) -> list[Advice]:
 
 
 def load(text: str) -> dict:
-    """What a config says to the engine; to PyYAML it says the same."""
+    """Returns a parsed config, which the engine and PyYAML must read alike without errors."""
     import_built_in()
     loaded = engine().load(text.encode(), "advice.yaml")
     assert (loaded.errors, loaded.warnings) == ([], [])
@@ -60,7 +60,7 @@ def test_underflow_turns_fp8_off_where_the_tensor_is_read(tmp_path: Path) -> Non
 
 
 def test_what_only_the_first_step_shows_is_watched(tmp_path: Path) -> None:
-    """Delayed scaling begins without a history."""
+    """With delayed scaling, the amax history is empty at the first step."""
     (piece,) = advice_on(write_series(tmp_path, [20.0, 0.0, 0.0], statistic="underflows%"))
     assert piece.title == f"Up to 20 % of the gradient becomes zero in {LAYER}, at step 0 alone"
     assert "harmless unless it comes back" in piece.text
@@ -71,7 +71,7 @@ def test_what_only_the_first_step_shows_is_watched(tmp_path: Path) -> None:
     ("values", "feature"),
     [
         ([20.0], "DisableFP8GEMM"),
-        ([0.0, 20.0, 0.0], "LogFp8TensorStats"),  # has passed: to be watched
+        ([0.0, 20.0, 0.0], "LogFp8TensorStats"),  # it has passed: watch
         ([20.0, 0.0, 3.0], "LogFp8TensorStats"),
     ],
 )
@@ -163,7 +163,7 @@ def test_noise_turns_fp8_off(tmp_path: Path) -> None:
 
 
 def lossy(levels: dict[str, float], steps: int = 3) -> list[dict]:
-    """Records of layers whose weights lose a share of their values, in percent."""
+    """Returns records of layers, with the percentage of weight values that underflow."""
     return [
         record(step, layer, "weight", "underflows%", share)
         for step in range(steps)
@@ -197,7 +197,7 @@ def test_a_layer_that_is_bad_on_one_rank_is_not_to_be_watched_on_another(tmp_pat
 
 
 def test_all_layers_are_named(tmp_path: Path) -> None:
-    """Not `layer_types: [all]`: the config may be used with another model, or with more layers."""
+    """The config does not say `layer_types: [all]`: another model or more layers may use it."""
     layers = [f"model.{i}.fc1" for i in range(30)]
     (piece,) = advice_on(write_records(tmp_path, lossy(dict.fromkeys(layers, 20.0))))
     assert section(piece)["layers"] == {"exact_layer_names": layers}
@@ -214,11 +214,11 @@ def test_most_urgent_comes_first(tmp_path: Path) -> None:
         "overflow",
         "underflow",
         "dead",
-        "underflow",  # of other layers, to be watched
+        "underflow",  # other layers, to be watched
         "growth",
     ]
     names = [next(iter(load(piece.yaml))) for piece in advice]
-    assert len(set(names)) == len(names)  # so that sections can stand in one file
+    assert len(set(names)) == len(names)  # one file can hold all sections
     load(combined_yaml(advice))
 
 
@@ -239,7 +239,7 @@ def test_combined_config_has_each_layer_once(tmp_path: Path) -> None:
         for s in config.values()
     }
     assert set(acts) == {("w",), ("x", "z"), ("y",)}
-    assert set(acts["w",]) == {"DisableFP8Layer", "LogTensorStats"}  # no GEMM is left to disable
+    assert set(acts["w",]) == {"DisableFP8Layer", "LogTensorStats"}  # all GEMMs are off
     assert acts["x", "z"]["DisableFP8GEMM"]["gemms"] == ["fprop", "dgrad", "wgrad"]
     assert acts["y",]["DisableFP8GEMM"]["gemms"] == ["dgrad", "wgrad"]
 

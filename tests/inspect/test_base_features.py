@@ -1,4 +1,4 @@
-"""The namespace `base`, names of layers, and the small modules that clients import."""
+"""Features of the namespace `base`, names of layers, and small modules that users import."""
 
 from __future__ import annotations
 

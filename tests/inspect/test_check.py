@@ -1,4 +1,4 @@
-"""`nvdlfw_inspect check`: problems, the plan, and which layers of a model are selected."""
+"""`nvdlfw_inspect check`: problems in a config, its plan, and the layers of a model it selects."""
 
 import subprocess
 import sys
@@ -196,7 +196,7 @@ def test_sections_that_clash_on_a_layer_of_the_model(
         "    return torch.nn.Sequential(*layers)\n"
     )
     monkeypatch.syspath_prepend(str(folder))
-    assert check(folder, TWICE) == 0  # which layers there are is not known
+    assert check(folder, TWICE) == 0  # the layers are not known
     assert check(folder, TWICE, "--model", "clashing_model:build") == 1
     errors = sorted(
         line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")
@@ -311,7 +311,7 @@ def test_the_example_selects_what_it_says(
     assert captured.out.startswith(f"{config}: valid, 3 of 3 sections enabled\n")
     assert "statistics_of_all_layers: 9 of 9 layers\n    layer1.self_" in captured.out
     assert "fp8_health_of_the_mlp: 4 of 9 layers\n" in captured.out
-    assert "head_without_fp8: 1 of 9 layers\n    head\n" in captured.out  # its name in training
+    assert "head_without_fp8: 1 of 9 layers\n    head\n" in captured.out  # the name in training
 
 
 def test_an_empty_configuration_is_valid(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

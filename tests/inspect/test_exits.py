@@ -1,4 +1,4 @@
-"""Programs that end without `end_debug()`, disks that refuse, and threads."""
+"""Programs that end without `end_debug()`, disks that cannot be written, and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slips in feature classes and in arguments of `initialize` are said when a session begins."""
+"""Warnings at the start of a session about mistakes in feature classes and arguments."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ def nothing(self: Any, config: Any, iteration: int) -> None:
 
 
 def warned(tmp_path: Path, **methods: Any) -> list[str]:
-    """What a session with a feature of these methods warns of."""
+    """Returns the warnings of a session with a feature that has these methods."""
     cls = Registry.register_feature(namespace="transformer_engine")(type("Slip", (), methods))
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""Feature classes: how they are found, what they are handed, and what becomes of their errors."""
+"""Feature classes: how sessions find and call them, and what happens to their errors."""
 
 from __future__ import annotations
 

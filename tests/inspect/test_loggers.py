@@ -155,7 +155,7 @@ def test_an_error_of_one_logger_keeps_nothing_from_the_others(
 def test_files_stay_where_they_began(
     initialize: Initialize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_dir: str
 ) -> None:
-    """Whatever directory the program goes to afterwards."""
+    """The files do not move if the program changes its working directory."""
     monkeypatch.chdir(tmp_path)
     manager = initialize(log_dir=log_dir)
     (tmp_path / "elsewhere").mkdir()

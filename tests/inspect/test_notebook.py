@@ -1,4 +1,4 @@
-"""`show`: text where nobody can draw, HTML in a notebook."""
+"""`show`: text where HTML cannot be displayed, HTML in a notebook."""
 
 import sys
 from pathlib import Path

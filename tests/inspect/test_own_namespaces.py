@@ -1,4 +1,4 @@
-"""What programs build on: their own namespaces, classes that read configurations, checks."""
+"""The interface for programs: own namespaces, classes that read configurations, checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Initialize = Callable[..., Any]
 
 
 class Defaults:
-    """What happens where no feature acts."""
+    """Default methods, which run if no feature acts."""
 
     def look(self, config: dict, layer_name: str, depth: int) -> Any:
         return config, layer_name, depth
@@ -27,7 +27,7 @@ class Defaults:
 
 @pytest.fixture
 def own() -> Iterator[type]:
-    """A namespace whose features act from a depth of 2 on."""
+    """Registers a namespace whose features act if `depth` is above 1."""
 
     @Registry.register_namespace_api(namespace="own")
     class Own(BaseNamespaceAPI):

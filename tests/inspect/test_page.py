@@ -1,4 +1,4 @@
-"""The page: self-contained, what it says in text, and the numbers behind its charts."""
+"""The HTML page of a report: it is self-contained; tests check its text and its chart data."""
 
 import base64
 import gzip
@@ -67,7 +67,7 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
     ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
     assert len(set(ids)) == len(ids)
     assert {a["href"][1:] for t, a in tags.found if t == "a"} <= set(ids)
-    assert "default-src 'none'" in page  # the browser itself refuses to load anything
+    assert "default-src 'none'" in page  # so browsers refuse to load anything
     assert "plotly.js v" in data_of(page, "plotly")[:200]
 
 
@@ -77,7 +77,7 @@ def test_page_says_what_is_wrong_first(tmp_path: Path) -> None:
     assert f"<title>{title}</title>" in page
     body = page[page.index("<main") :]
     assert body.index(title) < body.index("DisableFP8Layer") < body.index('id="heat"')
-    assert body.count('class="copy"') == 6 + 1  # and all of it in one config
+    assert body.count('class="copy"') == 6 + 1  # one per advice, and one for the combined config
 
 
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:

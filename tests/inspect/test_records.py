@@ -1,4 +1,4 @@
-"""Reading log directories: ranks, damaged lines, values that are no numbers, missing files."""
+"""Reading log directories: ranks, damaged lines, values that are not numbers, missing files."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def test_steps_that_a_resumed_run_has_not_reached_are_left_out(tmp_path: Path) -
 def test_a_resumed_run_leaves_out_later_steps_of_series_that_it_has_not_logged(
     tmp_path: Path,
 ) -> None:
-    """Statistics of a step may come after scalars of later steps."""
+    """Statistics of a step may be written after scalars of later steps."""
     rare, often = Key("fc1", "gradient", "max"), Key("fc1", "activation", "max")
     rows = [record(i, *key, 1.0) for i in range(96) for key in (rare, often)[i % 10 > 0 :]]
     rows += [{**record(i, "", "", "", 1.0), "name": "loss"} for i in (90, 95)]
@@ -174,7 +174,7 @@ def test_plan_gives_precision_and_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "2026-11-29_10-00-00_"])
 def test_a_gemm_that_also_ran_in_fp8_did_not_run_in_high_precision(tmp_path: Path, name) -> None:
-    """The name of the debug log may have the time of its start."""
+    """The file name of the debug log may contain the start time."""
     write_series(tmp_path, [1.0])
     logs = tmp_path / "nvdlfw_inspect_logs"
     logs.mkdir()
@@ -239,7 +239,7 @@ def test_common_prefix() -> None:
 
 
 def test_ranks_that_log_the_same_stand_for_each_other(tmp_path: Path) -> None:
-    """About a tensor, all of it: equal values of one statistic alone say nothing."""
+    """Ranks count as copies of a tensor only if all statistics of the tensor are equal."""
     layer, tensor, _ = KEY
     for rank, (first, second) in enumerate(((1.0, 2.0), (1.0, 3.0), (1.0, 2.0))):
         rows = [record(0, layer, tensor, "a", first), record(0, layer, tensor, "b", second)]

@@ -1,4 +1,4 @@
-"""Each rule on a series that it flags, on one that it does not, and near its thresholds."""
+"""Each rule on a series that it flags, on one that it accepts, and near its thresholds."""
 
 import math
 from pathlib import Path
@@ -31,11 +31,11 @@ def judged_together(tmp_path: Path, series: dict[tuple[str, str, str], list[floa
         ([0.5] * 40, OK),
         ([1.5] * 40, WATCH),
         ([6.0] * 40, BAD),
-        ([0.1] * 39 + [6.0], BAD),  # now
-        ([6.0] + [0.1] * 39, WATCH),  # once: delayed scaling has no history at the first step
+        ([0.1] * 39 + [6.0], BAD),  # at the last step
+        ([6.0] + [0.1] * 39, WATCH),  # one step: delayed scaling has no history at the first step
         ([6.0] * 3 + [0.1] * 37, BAD),  # more than 5 % of the steps
         ([1.5] + [0.1] * 39, OK),
-        ([5.0] * 40, WATCH),  # at the threshold is not over it
+        ([5.0] * 40, WATCH),  # not above the threshold
     ],
 )
 def test_overflow(tmp_path: Path, values: list[float], level: Level) -> None:
@@ -98,7 +98,7 @@ def test_first_layer_that_was_not_finite_comes_first(tmp_path: Path) -> None:
     def ailment(layer: str, tensor: str, statistic: str, step: int, value: float) -> float:
         block = int(layer.split(".")[2])
         backward = tensor == "gradient" and step >= 5  # starts in the last layer
-        forward = tensor == "activation" and block >= 1 and step >= 6  # a step later
+        forward = tensor == "activation" and block >= 1 and step >= 6  # one step later
         return math.nan if statistic == "std" and (backward or forward) else value
 
     run = read_run(write_run(tmp_path, blocks=2, steps=range(8), ailment=ailment))
@@ -113,9 +113,9 @@ def test_first_layer_that_was_not_finite_comes_first(tmp_path: Path) -> None:
         ([1.0, 4.0, 12.0], OK),
         ([1.0, 4.0, 17.0], WATCH),
         ([1.0] * 5 + [2.0**k for k in range(1, 8)], BAD),
-        ([2.0 ** (i / 10) for i in range(200)], OK),  # slowly to 2^20
+        ([2.0 ** (i / 10) for i in range(200)], OK),  # growth to 2^20, but slow
         ([100.0, 10.0, 1.0], OK),  # falling
-        ([0.0, 0.0, 100.0], OK),  # from zero there is no factor
+        ([0.0, 0.0, 100.0], OK),  # no factor from zero
     ],
 )
 def test_growth(tmp_path: Path, values: list[float], level: Level) -> None:
@@ -169,7 +169,7 @@ def test_dynamic_range_of_zeros(tmp_path: Path) -> None:
     assert row.reason == "dead: all zero from the first step on"
     amax, wide = (LAYER, "weight", "cur_amax"), (LAYER, "weight", "dynamic_range")
     found = judged_together(tmp_path, {amax: [1.0] * 3, wide: [math.nan] * 3})
-    assert found.level is OK  # the amax knows better
+    assert found.level is OK  # the amax shows that the tensor is not zero
 
 
 @pytest.mark.parametrize(("decibel", "level"), [(25, OK), (15, WATCH), (5, BAD)])
@@ -186,7 +186,7 @@ def test_noise_counts_the_mean_as_signal(tmp_path: Path) -> None:
 
 
 def test_noise_of_column_wise_values(tmp_path: Path) -> None:
-    """The statistics of the signal know no columns."""
+    """There are no column-wise statistics of the signal, so `std` is used."""
     series = {"std": [1.0] * 3, "mse_columnwise": [1.0] * 3}
     judged = judged_together(tmp_path, {(LAYER, "weight", s): v for s, v in series.items()})
     assert judged.by_key[Key(LAYER, "weight", "mse_columnwise")].level is BAD
@@ -208,7 +208,7 @@ def test_the_least_of_the_smallest_scales_is_the_worst(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zeros", [0, 1])
 def test_the_row_is_that_of_the_rank_with_a_nan(tmp_path: Path, zeros: int) -> None:
-    """A tensor of zeros has a dynamic range of NaN, and no finding where it soon lives."""
+    """A tensor of zeros has a dynamic range of NaN, which is no finding if values follow."""
     for rank in (0, 1):
         values = [math.nan if rank == zeros else 5.0, 5.0]
         rows = [record(i, LAYER, "weight", "dynamic_range", v) for i, v in enumerate(values)]

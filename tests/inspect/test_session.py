@@ -1,4 +1,4 @@
-"""A session from the outside: it begins, steps and ends as documented."""
+"""Sessions as users see them: they begin, step and end as documented."""
 
 from __future__ import annotations
 

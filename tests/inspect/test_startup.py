@@ -1,4 +1,4 @@
-"""Mistakes that `initialize` finds before anything changes."""
+"""Mistakes that `initialize` reports before it changes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what `summary` prints, its exit codes, and bad input."""
+"""The command line `summary`: its output, its exit codes, and bad input."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ ESCAPE = "\x1b"
 
 
 class NotInstalled:
-    """An importer that knows of one package that it is not there."""
+    """An import finder that pretends one package is not installed."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -84,7 +84,7 @@ def test_several_ranks_have_a_column(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_ranks_of_a_reduction_group_have_one_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two stages of two ranks; and a weight, of which each rank has logged its own."""
+    """Two pipeline stages of two ranks each, and a weight with different values on every rank."""
     for rank in range(4):
         records = [record(0, "a", "gradient", "underflows%", 4.0 + rank // 2)]
         records.append(record(0, "a", "weight", "underflows%", float(rank)))
@@ -166,7 +166,7 @@ def test_the_command_installs_the_extra() -> None:
 
 
 class Terminal(StringIO):
-    """What a person looks at."""
+    """An output stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -186,7 +186,7 @@ def test_the_summary_needs_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert header.split()[:4] == ["verdict", "layer", "tensor", "statistic"]
     assert set(rule) == {" ", "-"}
     assert row.split()[:3] == ["bad", "model.0.fc1", "gradient"]
-    assert row.index("20.00") + 5 == header.index("last") + 4  # numbers end where their titles do
+    assert row.index("20.00") + 5 == header.index("last") + 4  # both end in one column
 
 
 def test_a_terminal_gets_colours(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_no_command() -> None:
 
 
 def test_logs_can_be_read_in_a_source_tree(tmp_path: Path) -> None:
-    """Where nothing is built, only `check` needs what is missing, and says so in a line."""
+    """Without the native module, only `check` fails, with an error of one line."""
     write_series(tmp_path, [1.0])
     code = (
         "import sys; sys.modules['nvdlfw_inspect._engine'] = None\n"

@@ -1,4 +1,4 @@
-"""Configurations are read as PyYAML's safe_load reads them, or refused with a place."""
+"""Configurations are read as PyYAML's safe_load does, or refused with a line and column."""
 
 import datetime
 import math
@@ -126,7 +126,7 @@ def ours(text: str) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value, type and order; NaN equals NaN."""
+    """Whether values are equal in value, type and order; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -143,7 +143,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def assert_same_or_refused(text: str) -> None:
-    """Both read the same, or one of them refuses the text; ours says where."""
+    """Both parsers give the same value, or one refuses the text; our error says where."""
     try:
         expected = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError):
@@ -286,7 +286,7 @@ def test_what_pyyaml_writes_is_read_back(
     text = yaml.safe_dump(
         {"value": value}, default_flow_style=flow, width=width, allow_unicode=True, sort_keys=False
     )
-    if "!!" in text:  # styles other than plain need tags for numbers
+    if "!!" in text:  # numbers in quoted or literal style need tags
         return
     assert same(ours(text), yaml.safe_load(text)), text
 
