@@ -382,7 +382,7 @@ SCENARIOS = (
     dropping,
     compiled,
     alone,
-)  # `alone` leaves its group unusable, so it comes last
+)  # last, because the next meeting of rank 0 would fail after `alone`
 
 
 def scenarios(rank):

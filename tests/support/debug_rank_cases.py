@@ -239,7 +239,7 @@ def _ends(folder: Path, config: Any, run: Any) -> str:
         run()
     except RuntimeError as error:
         errors.append(str(error))
-    dist.barrier()  # until both ranks have tried to step
+    dist.barrier()  # until both ranks have ended `run`
     try:
         debug_api.end_debug()
     except RuntimeError as error:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from fp8_reference import E4M3, E5M2, amax, decode, encode
 
-# Columns of the scaling state, which has those of three GEMMs: (input, weight, output) each in the
-# forward, (grad output, grad input) each in the backward.
+# Columns of the scaling state. The forward state has (input, weight, output) of each of three
+# GEMMs, the backward state (grad output, grad input) of each.
 QKV, OUT, SOFTMAX = 2, 3, 8
 GRAD_QKV, GRAD_OUT, GRAD_PRODUCT = 0, 3, 5
 

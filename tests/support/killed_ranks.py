@@ -29,7 +29,7 @@ look:
 def train(rank: int, folder: Path, ports: tuple[int, int], ends: bool) -> None:
     """Trains to the end, then again with a rank that is killed; or resumes that training.
 
-    With `ends`, both trainings start from scratch. Without, the second one goes on from its
+    If `ends` is set, both trainings start from scratch. Otherwise the second one resumes from its
     checkpoint.
     """
     torch.set_num_threads(1)

@@ -157,30 +157,30 @@ def tensor_parallel(rank: int) -> None:
 
 
 def sequence_parallel(rank: int) -> None:
-    """Agrees with one process if tokens are sharded between its layers."""
+    """A model whose tokens are sharded between layers agrees with one process."""
     _close(Trained(_mesh("tp"), sequence_parallel=True))
 
 
 def sequence_parallel_in_fp8(rank: int) -> None:
-    """Agrees with one process up to rounding differences of FP8."""
+    """In FP8, such a model agrees with one process up to differences of rounding."""
     _close(Trained(_mesh("tp"), sequence_parallel=True), fp8=True, bound=2e-3)
 
 
 def context_parallel(rank: int) -> None:
-    """Agrees with one process if each rank has a part of every sequence."""
+    """A model that has a part of every sequence on each rank agrees with one process."""
     for comm_type in ("p2p", "a2a"):
         _close(Trained(_mesh("cp"), cp_comm_type=comm_type))
 
 
 def tensor_and_context_parallel(rank: int) -> None:
-    """Agrees with one process if pairs of ranks share layers, and other pairs share sequences."""
+    """Pairs of ranks share layers, other pairs share sequences: they agree with one process."""
     for comm_type in ("p2p", "all_gather"):
         shared = Trained(_mesh("cp", "tp"), sequence_parallel=True, cp_comm_type=comm_type)
         _close(shared)
 
 
 def shards_of_shared_layers(rank: int) -> None:
-    """Agrees with one process under `fully_shard` over "dp", in fp32 and (more loosely) in FP8."""
+    """With `fully_shard` over "dp", ranks agree with one process, in fp32 and (roughly) in FP8."""
     for fp8, bound in ((False, BOUND), (True, 2e-3)):
         _close(Trained(_mesh("dp", "tp"), True, sequence_parallel=True), fp8, bound)
 

@@ -114,7 +114,7 @@ def grouped_layers(rank: int) -> None:
             te.parallel_report(reset=True)
             with scope(precision):
                 y, part = whole(first, splits), own(second, splits)
-            part = part.float()  # a sum that the trainer does; none for columns
+            part = part.float()  # trainers sum the parts of row-parallel layers
             if dim:
                 dist.all_reduce(part)
             y.float().square().sum().backward()
@@ -153,7 +153,7 @@ def micro_batches(rank: int) -> None:
             cached.zero_grad()
             own = _step(cached, _input(), precision, is_first_microbatch=first)
             other = _step(plain, _input(), precision)
-            if precision == "delayed":  # without a cache, weights are cast again
+            if precision == "delayed":  # plain casts weights with the scale of each step
                 assert difference(own[0], other[0]) < 0.05
             else:
                 assert _equal(other, own), (precision, first)

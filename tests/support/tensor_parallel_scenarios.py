@@ -46,7 +46,7 @@ def groups_that_do_not_fit(rank: int) -> None:
 
 
 def tokens_that_do_not_divide(rank: int) -> None:
-    """Raises an error on every rank, before any collective."""
+    """Tokens that ranks cannot share evenly raise an error on every rank, before any collective."""
     layer = te.Linear(
         32, 32, parallel_mode="row", sequence_parallel=True, tp_group=dist.group.WORLD, **CPU
     )

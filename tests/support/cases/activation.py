@@ -33,8 +33,8 @@ BENCHMARK_SHAPES = [
 def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
     """The clamped SwiGLU of gpt-oss, in the dtype of `x`.
 
-    The gradient of a value that equals the limit passes. `torch.where` says so; the gradient of
-    `clamp` at the limit differs between releases of torch.
+    `torch.where` passes the gradient of a value that equals the limit. The gradient of `clamp` at
+    the limit differs between releases of torch.
     """
     gate, linear = x.chunk(2, dim=-1)
     gate, linear = (torch.where(half > limit, limit, half) for half in (gate, linear))

@@ -131,9 +131,9 @@ def to_format(x, case, lengths):
 
 
 def from_format(x, case, lengths, longest):
-    """Converts back to `[batch, sequence, ...]`, and returns the rows between sequences, too.
+    """Converts back to `[batch, sequence, ...]`; also returns the padding rows of thd.
 
-    In thd, rows of the result without a token are zero.
+    Rows of the first result that have no token in thd are zero.
     """
     nothing = x[:0]
     if case.qkv_format == "sbhd":

@@ -1,4 +1,4 @@
-"""CPU stand-ins for cuDNN's attention kernels, written from the words of `kernels/attention.py`."""
+"""CPU stand-ins for cuDNN's attention kernels, following the text of `kernels/attention.py`."""
 
 import torch
 

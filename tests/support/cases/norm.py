@@ -142,7 +142,7 @@ class Case:
 def close(got, expected, slack=4e-6, terms=0.0):
     """Asserts equality up to one rounding to the dtype of `got`, and errors of fp32 arithmetic.
 
-    The latter are `slack` relative to the largest value or term.
+    Errors of fp32 arithmetic may be as large as `slack` times the largest value or term.
     """
     largest = max(terms, float(expected.abs().max())) if expected.numel() else 0.0
     torch.testing.assert_close(
@@ -164,7 +164,7 @@ def same(got, expected):
 def close_sum(got, terms, slack):
     """Asserts that `got` holds the column sums of `terms` [rows, cols], added in fp32.
 
-    Each sum of terms may be off by `slack`.
+    `slack` bounds the errors that the terms of a column have in total.
     """
     bound = (terms.shape[0] + 16) * 2.0**-24 * terms.abs().sum(0) + slack
     bound += terms.sum(0).abs() * torch.finfo(got.dtype).eps / 2 * 1.01
