@@ -1,4 +1,4 @@
-"""Public names, and the errors for documented names of other packages that are missing here."""
+"""Public names, and the errors for names of formats that are not implemented."""
 
 import pytest
 import torch

@@ -261,7 +261,7 @@ def test_fused_losses_and_permutations_are_the_plain_ones(device: str, megatron:
 
 
 def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
-    """Trains Megatron's MLP of four experts alone: its router asks for a CUDA device."""
+    """Trains Megatron's MLP of four experts without its router, which asks for a CUDA device."""
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
     model = gpt(device, **experts, fp8_recipe="tensorwise")
     mlp = model.decoder.layers[0].mlp.experts

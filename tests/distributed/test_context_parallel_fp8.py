@@ -6,11 +6,11 @@ the elements may differ. If the definition leaves out any one of the casts, 14 %
 more differ.
 
 One process casts the softmax weights of whole sequences; a ring casts those of parts. In the
-backward, one process computes the mean that the softmax subtracts from exact weights; ranks compute
-it from their result, which comes from rounded weights. Small differences then round to other codes.
-The two are therefore compared by their distance from attention in high precision. The distance of
-ranks is larger: by up to a third if weights exceed the largest of the step before, otherwise by up
-to a fifth.
+backward, the gradient of the softmax subtracts a mean: one process computes the mean from exact
+weights, ranks from their result, which comes from rounded weights. Small differences then round to
+other codes. The two are therefore compared by their distance from attention in high precision. The
+distance of ranks is larger: by up to a third if weights exceed the largest of the step before,
+otherwise by up to a fifth.
 """
 
 import pytest
