@@ -62,7 +62,7 @@ class LaunchAttributes {
   unsigned count_ = 0;
 };
 
-// Launches a kernel. The arguments are those of <<<...>>>, then those of the kernel.
+// Launches a kernel. The arguments are its launch configuration, then those of the kernel.
 template <class... Parameters, class... Arguments>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                       cudaStream_t stream, Arguments&&... arguments) {
