@@ -1,5 +1,5 @@
-# The short way in. Every target prepares what it needs (tools/bootstrap.sh) and does only what is missing.
-# On an offline machine whose Python already has torch and the tools: make test PYTHON=python3 VENV=
+# Short commands for a checkout. Each target first installs or builds what it needs and is still missing (tools/bootstrap.sh).
+# On an offline machine whose Python already has torch and the tools, run: make test PYTHON=python3 VENV=
 VENV ?= .venv
 PYTHON ?= python3
 export VENV PYTHON

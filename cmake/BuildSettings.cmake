@@ -1,4 +1,5 @@
-# Language standard, compiler cache, sanitizers, and te_compile_options(), which every target of ours calls; te_compile_together().
+# Sets the language standard, the compiler cache and the sanitizers. Defines te_compile_options(), which is called for every target,
+# and te_compile_together(), which shortens the compilation of many small files.
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
@@ -24,16 +25,16 @@ if(TE_CCACHE)
 endif()
 
 if(TE_SANITIZE)
-  # vptr would need RTTI of pybind11's hidden types.
+  # The check `vptr` would need the RTTI of pybind11's types, whose visibility is hidden.
   add_compile_options(
     "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${TE_SANITIZE};-fno-sanitize=vptr;-fno-sanitize-recover=all;-fno-omit-frame-pointer>")
   add_link_options("-fsanitize=${TE_SANITIZE}")
 endif()
 
 function(te_compile_options target)
-  # No contraction to FMA: CPU results are the definition and must not depend on the host's instruction set.
+  # Products and sums are not contracted to FMA: the CPU code defines the results, which must not depend on the host's instructions.
   set(cxx -Wall -Wextra -ffp-contract=off)
-  # Code for GPUs, most of the module, is unpacked once, when a kernel is first needed.
+  # GPU code is most of the module, so it is compressed. The driver decompresses it once, when a kernel is first needed.
   set(cuda -Xfatbin=-compress-all --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
   if(TE_SANITIZE)
     list(APPEND cxx -Wno-maybe-uninitialized) # instrumented code confuses GCC's analysis of std::variant and std::optional
@@ -51,8 +52,8 @@ function(te_compile_options target)
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${cxx}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda}>")
 endfunction()
 
-# For files whose headers take most of the compiler's time: a dozen of bindings takes as long as four compiled one by one. What such
-# files define in an anonymous namespace needs a name of its own.
+# Compiles a dozen files of a target as one translation unit. This is for files whose headers take most of the compiler's time: a dozen
+# of bindings takes as long as four that are compiled one by one. Names in anonymous namespaces must be unique among these files.
 function(te_compile_together target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 13)
 endfunction()

@@ -1,9 +1,10 @@
-# Which GPUs the CUDA backend is compiled for.
-# Everything that is supported: machine code for each generation, and portable code for what comes: for 10.3 and 11.0 that of 10.0,
-# for 12.1 and later that of 12.0.
+# Says for which GPUs the CUDA backend is compiled.
+# This list has all supported GPUs: machine code for each generation, and PTX for later ones, which the driver compiles: GPUs of 10.3
+# and 11.0 use the PTX of 10.0, GPUs of 12.1 and later that of 12.0.
 set(TE_ALL_CUDA_ARCHS 80-real 86-real 89-real 90a-real 100a-real 120a-real 100-virtual 120-virtual)
 
-# te_cuda_archs(<result>): the architectures that TE_CUDA_ARCHS stands for. AUTO: the GPUs that are here, or all where none is.
+# te_cuda_archs(<result>): returns the architectures that TE_CUDA_ARCHS selects. AUTO selects the GPUs of this machine, or all
+# supported architectures if it has no GPU.
 function(te_cuda_archs result)
   set(archs ${TE_CUDA_ARCHS})
   if(archs STREQUAL "AUTO")

@@ -1,4 +1,4 @@
-# Finds the C++ compiler, in place of project(): where there is none, or an old one, a build tells how to get one.
+# Finds the C++ compiler. project() could do this, but here the error says how to install a compiler if there is none or it is too old.
 include(CheckLanguage)
 check_language(CXX)
 set(te_get_compiler

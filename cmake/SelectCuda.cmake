@@ -1,10 +1,12 @@
-# Decides whether the CUDA backend, and attention through graphs of cuDNN, are built. Sets TE_CUDA_FOUND and TE_CUDNN_FOUND.
-# What is left out, why, and the command that mends it are in TE_LEFT_OUT, rows of C++, which the build records.
+# Decides whether the CUDA backend, and attention by cuDNN graphs, are built. Sets TE_CUDA_FOUND and TE_CUDNN_FOUND. For each part
+# that is left out, TE_LEFT_OUT gets a C++ initialiser with the part, the reason and a command that builds it, which is compiled
+# into _C (csrc/cuda/left_out.cpp.in).
 set(TE_CUDA_FOUND OFF)
 set(TE_CUDNN_FOUND OFF)
 set(TE_LEFT_OUT "")
 
-# te_leave_out(<part> <reason> <command>): records it and says so; fails where CUDA was demanded.
+# te_leave_out(<part> <reason> <command>): records and prints that a part is left out. It is an error if the part is CUDA and
+# TE_CUDA=ON.
 function(te_leave_out part reason command)
   set(row "    {R\"~(${part})~\", R\"~(${reason})~\", R\"~(${command})~\"},\n")
   set(TE_LEFT_OUT "${TE_LEFT_OUT}${row}" PARENT_SCOPE)
@@ -54,8 +56,9 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 find_package(CUDAToolkit REQUIRED)
 
-# te_header(<name> <files>): CudaHeaders::<name> shows those files alone: their folder may also hold another version of the
-# CUDA runtime's headers. Some of them include "../include/<another>".
+# te_header(<name> <files>): makes a target CudaHeaders::<name>, whose include folder has links to these files only. Their own folder
+# may also contain headers of another version of the CUDA runtime, which must not be included. The folder is called `include`
+# because some headers include "../include/<another header>".
 function(te_header name files)
   string(TOUPPER "TE_${name}_INCLUDE" folder)
   set(links "${CMAKE_BINARY_DIR}/cuda_headers/${name}/include")

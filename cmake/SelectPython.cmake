@@ -1,4 +1,4 @@
-# Finds the Python the extension module is built for: the one given, else the project's .venv, else the one on PATH.
+# Finds the Python for which the extension modules are built: Python_EXECUTABLE if it is set, else that of .venv, else that on the PATH.
 if(NOT Python_EXECUTABLE AND NOT SKBUILD AND EXISTS "${PROJECT_SOURCE_DIR}/.venv/bin/python")
   set(Python_EXECUTABLE "${PROJECT_SOURCE_DIR}/.venv/bin/python")
 endif()

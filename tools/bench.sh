@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs benchmarks/bench_NAME.py for each NAME given, or all of them; goes on after a failure and reports it at the end.
+# Runs benchmarks/bench_NAME.py for each NAME that is given, or all benchmarks. If one fails, the others still run, and the end of the
+# output lists the failed ones.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 shopt -s nullglob

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a fresh Debian or Ubuntu ready: system packages, .venv with torch and the tools, and this package built into it.
+# Prepares a fresh Debian or Ubuntu: installs system packages, makes .venv with torch and the tools, and builds this package into it.
 # Does only what is missing, so that a second run takes about a second. With VENV= it installs nothing and builds in place.
-#   tools/bootstrap.sh         everything
-#   tools/bootstrap.sh tools   all but this package, for checks that do not need it
+#   tools/bootstrap.sh         does all of this
+#   tools/bootstrap.sh tools   does not build this package, for checks that do not need it
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 TORCH_VERSION=2.13.0
@@ -41,7 +41,8 @@ install_system_packages() {
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
 }
 
-# The build of torch that fits the machine. PyPI's needs gigabytes of CUDA libraries; torch's own index has one for the CPU.
+# Installs torch with CUDA if the machine has a GPU, otherwise torch for CPUs. The wheel on PyPI needs gigabytes of CUDA libraries; torch's
+# own index has a wheel for CPUs.
 install_torch() {
   "$py" -c 'import torch' 2>/dev/null && return
   say "installing torch $TORCH_VERSION"
@@ -77,7 +78,7 @@ install_package() {
     return
   fi
   say "building transformer-engine into $VENV (TE_CUDA=${TE_CUDA:-AUTO})"
-  if [ "${TE_CUDA:-AUTO}" != OFF ]; then # what isolation would bring, less what it would bring along
+  if [ "${TE_CUDA:-AUTO}" != OFF ]; then # the wheels that a build with isolation would install, without their dependencies
     mapfile -t headers < <("$py" packaging/backend/cuda_toolkit.py --wheels | grep .)
     [ ${#headers[@]} -eq 0 ] || "$py" -m pip install -qq --no-deps "${headers[@]}"
   fi
@@ -86,7 +87,7 @@ install_package() {
   mv "$stamp.new" "$stamp"
 }
 
-# An offline machine whose own Python has everything: build in place, install nothing.
+# For an offline machine whose Python has torch and the tools: builds in place and installs nothing.
 build_in_place() {
   "$py" -c 'import pybind11, torch' || { say "VENV= needs torch and pybind11 in $py" >&2; exit 1; }
   say "building in place for $py"

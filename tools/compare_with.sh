@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Compares this tree with a commit, bit for bit, on the cases of tools/comparison; both records stay in build/compare.
+# Compares the results of this tree with those of a commit, bit for bit, in the cases of tools/comparison; both stay in build/compare.
 #   tools/compare_with.sh REF [arguments of `compare_versions.py record`]
-# REF is built for the CPU in a folder of its own, which goes again. TE_OLD_TREE names a tree that is built already, and is used
-# instead: for --device cuda both trees need the CUDA backend (tools/gpu_run.sh builds in place). This tree must be built in place.
-# Where results need not repeat, as some on a GPU, TE_COMPARE_AGAIN=1 records REF twice and leaves out what differs there.
+# This tree must be built in place. REF is built for the CPU in a temporary folder. Or TE_OLD_TREE names a tree that is built already:
+# this is needed for --device cuda, for which both trees need the CUDA backend (tools/gpu_run.sh builds it in place).
+# With TE_COMPARE_AGAIN=1 REF runs twice, and results that differ between its two runs are not compared (some do, on a GPU).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 OUT=build/compare

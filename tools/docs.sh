@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the documentation into build/docs; a warning is an error. Needs neither torch nor a build of the package.
-#   tools/docs.sh          build
-#   tools/docs.sh serve    show it at http://127.0.0.1:8000, and build again when a page changes
+#   tools/docs.sh          builds the site
+#   tools/docs.sh serve    shows the site at http://127.0.0.1:8000, and builds it again when a page changes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -14,7 +14,7 @@ if [ -n "$VENV" ]; then
     cp docs/requirements.txt "$stamp"
   fi
 fi
-export NO_MKDOCS_2_WARNING=1 # of the theme: docs/requirements.txt says which version is meant
+export NO_MKDOCS_2_WARNING=1 # the theme warns about mkdocs 2; docs/requirements.txt asks for mkdocs 1
 if [ "${1:-build}" = serve ]; then
   exec "$py" -m mkdocs serve
 fi

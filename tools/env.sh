@@ -1,6 +1,6 @@
-# Sourced by the other scripts: which Python they use, and whether CUDA is built.
+# Sourced by the other scripts. Sets which Python they use, and whether CUDA is built.
 #   VENV    virtual environment, default .venv; empty means "use the system's Python as it is" and installs nothing
-#   PYTHON  the Python that creates VENV, or that is used when VENV is empty; default python3
+#   PYTHON  the Python that creates VENV, or that is used if VENV is empty; default python3
 # shellcheck shell=bash
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit
@@ -19,7 +19,7 @@ else
 fi
 export py ROOT VENV PYTHON
 
-# Without a GPU the CUDA backend could not run: do not spend minutes on compiling it, unless asked to.
+# Without a GPU the CUDA backend cannot run, so it is not compiled (which takes minutes) unless TE_CUDA asks for it.
 if ! has nvidia-smi; then
   export TE_CUDA=${TE_CUDA:-OFF}
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the CMake options that name the headers of cuBLASLt, cuDNN, cudnn-frontend and NVRTC of the oldest versions that
-# the code must compile with: the include folders of their wheels, in a cache outside the clone.
+# Downloads the headers of cuBLASLt, cuDNN, cudnn-frontend and NVRTC, of the oldest versions with which the code must compile, into
+# a cache outside of the clone. Prints the CMake options that name the include folders.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 WHEELS=(nvidia-cublas==13.0.2.14 nvidia-cudnn-cu13==9.14.0.64 nvidia-cudnn-frontend==1.32.0 nvidia-cuda-nvrtc==13.0.88)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Unpacks yaml-cpp's Debian packages into build/yaml-cpp, where the build looks for it on machines that cannot install packages:
-# run this where there is a network, and take the folder along.
+# Unpacks the Debian packages of yaml-cpp into build/yaml-cpp, where the build finds them on machines that cannot install packages:
+# run this on a machine with a network, and copy the folder.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 target=$ROOT/build/yaml-cpp

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds for the GPU of this machine, with its own Python and without network, then does what it is told:
+# Builds for the GPU of this machine, with the system's Python and without network, then runs one of these:
 #   tools/gpu_run.sh test [pytest arguments]   C++ tests, then pytest with the GPU tests
 #   tools/gpu_run.sh sanitize [tools]          tests marked `sanitize` under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
 #   tools/gpu_run.sh bench [names]             benchmarks, results in benchmarks/results
 #   tools/gpu_run.sh -- command...             any command, with PYTHONPATH set to this tree
-# TE_CUDA_ARCHS=80-virtual builds portable code alone, which the driver compiles when a kernel is first needed.
-# TE_CUDNN_FRONTEND_INCLUDE=<folder> names the headers of cudnn-frontend where its wheel is not installed.
-# Logs, and the results written meanwhile, are also copied to $OUT if that is set.
+# TE_CUDA_ARCHS=80-virtual builds only portable code (PTX), which the driver compiles when a kernel is first needed.
+# TE_CUDNN_FRONTEND_INCLUDE=<folder> names the headers of cudnn-frontend if its wheel is not installed.
+# If $OUT is set, logs are written there, and results that the run has written are copied there.
 set -euo pipefail
 export VENV='' PYTHON=${PYTHON:-python3} TE_CUDA=ON
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -28,10 +28,10 @@ run_tests() {
   "$py" -m pytest "$@" 2>&1 | tee "$LOGS/pytest.log"
 }
 
-# Without torch's caching allocator every tensor is an allocation of its own, so that no overrun stays hidden in a cached block.
-# cuDNN's kernels of attention have findings of their own: races, divergent barriers, reads of what nobody wrote. What they write is
-# unknown to initcheck where they are left out, and it does not see what cuBLASLt writes by asynchronous copies, so it runs without the
-# tests of both.
+# Torch's caching allocator is switched off, so that every tensor is a separate allocation and no access out of bounds is hidden in a
+# cached block. cuDNN's attention kernels are left out, because the tools report errors in them: races, divergent barriers, reads of
+# uninitialised memory. initcheck then does not see what these kernels write, nor what cuBLASLt writes by asynchronous copies, and
+# would report reads of it as errors. So initcheck runs without the tests of cuDNN and of GEMMs.
 run_sanitizer() {
   local tool files
   mapfile -t files < <(grep -rl --include='test_*.py' mark.sanitize tests)
@@ -58,7 +58,7 @@ finish() {
 trap finish EXIT
 
 build >"$LOGS/build.log" 2>&1 || { tail -n 100 "$LOGS/build.log"; exit 1; }
-"$py" tools/check_ptxas.py "$LOGS/build.log" || true # informs; CI is the judge, and nothing is compiled a second time
+"$py" tools/check_ptxas.py "$LOGS/build.log" || true # only prints: `make cuda_build` checks this, and files that are not compiled again have no report here
 
 verb=${1:-test}
 shift || true

