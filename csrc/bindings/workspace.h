@@ -3,9 +3,9 @@
 // The work of one stream is ordered, so the next op may overwrite the scratch memory of the last
 // one. Python allocates the memory, so that torch's allocator knows it, and a table in C++ keeps
 // it, so that later calls need no Python. A buffer is zero before any kernel reads it, even if it
-// is allocated during a capture, so several graphs and calls may share it in any order. When a
-// buffer is replaced by a larger one, the old one is kept, because a captured graph may still write
-// into it.
+// is allocated during a capture, so several graphs and calls may share it in any order. But graphs
+// that were captured on one stream must not be replayed at the same time. When a buffer is replaced
+// by a larger one, the old one is kept, because a captured graph may still write into it.
 #pragma once
 
 #include <pybind11/pybind11.h>
