@@ -141,3 +141,20 @@ def test_cudnn_leaves_single_queries_to_others():
     assert not requirement.holds(problem, allowed)
     for changed in ({"training": False}, {"qkv_format": "thd"}, {"queries": 2}):
         assert requirement.holds(problem._replace(**changed), allowed)
+
+
+@pytest.mark.parametrize("keys", [64, 192])
+def test_gradients_of_torch_func(keys, device):
+    """`torch.func` differentiates torch's own kernels, whose backward is chosen by the forward."""
+    module = te.DotProductAttention(HEADS, SIZE, attn_mask_type="arbitrary", qkv_format="bshd")
+    tensors = inputs(128, keys, -100.0, device)
+    _, how = arguments("arbitrary", 128, keys, device)
+    how["attention_mask"][..., 5, 3] = True
+
+    def loss(*tensors):
+        return module(*tensors, **how).float().pow(2).sum()
+
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*[x.detach() for x in tensors])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

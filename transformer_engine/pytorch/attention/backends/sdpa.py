@@ -16,7 +16,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_engine.pytorch._torch_private import choose_sdpa, sdpa_order, set_sdpa_order
+from transformer_engine.pytorch._torch_private import (
+    choose_sdpa,
+    sdpa_order,
+    set_sdpa_order,
+    transforms_active,
+)
 from transformer_engine.pytorch.attention.backends import local_graph
 from transformer_engine.pytorch.attention.backends.backend import (
     FEW_ELEMENTS,
@@ -78,7 +83,8 @@ def _forward(
     groups = key.shape[1]
     per_group = query.shape[1] // max(1, groups)
     masked = not (mask.full or mask.causal)
-    large = any(needs) and _is_large(query, key, per_group if masked else 1)
+    differentiated = any(needs) or (not torch.compiler.is_compiling() and transforms_active())
+    large = differentiated and _is_large(query, key, per_group if masked else 1)
     if per_group > 1 and (masked or large):  # kernels that take these do not support groups
         key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
     if masked:
@@ -86,18 +92,18 @@ def _forward(
     grouped = per_group > 1 and not (masked or large)
     arguments = Arguments(seen, call.dropout.p, mask.causal, call.scale, grouped)
     inputs = (readable(query), readable(key), readable(value))
-    order = None if large else _order(query, key, bool(call.cache), any(needs), mask.causal)
-    if not any(needs):
-        out, saved = _attend(*inputs, arguments, order), None
-    else:
-        with sdpa_kernel(_RIGHT_IF_LARGE) if large else nullcontext():
+    order = None if large else _order(query, key, bool(call.cache), differentiated, mask.causal)
+    with sdpa_kernel(_RIGHT_IF_LARGE) if large else nullcontext():
+        if not any(needs):
+            out, saved = _attend(*inputs, arguments, order), None
+        else:
             kernel = _in_order(order, lambda: _kernel(inputs, arguments))
             if kernel is None:
                 run = partial(_attend, arguments=arguments, order=order)
                 out, saved = local_graph.forward(run, inputs, needs[:3])
             else:
                 out, saved = kernel.forward(inputs, arguments, needs)
-        saved = saved.wrap((blind,), _Facts(kernel, arguments._replace(mask=None), groups))
+            saved = saved.wrap((blind,), _Facts(kernel, arguments._replace(mask=None), groups))
     return out if blind is None else out.masked_fill(blind, 0), saved
 
 
