@@ -28,6 +28,16 @@ bool same(const TensorView& a, const TensorView& b) {
 // multiple of 16. A recording has no such copy, so it takes only aligned inputs.
 bool aligned(const TensorView& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; }
 
+// Sets `view` to that of a tensor. Returns false if there is none: fake and meta tensors have no
+// memory, and stages know what to do with them.
+bool has_view(const py::object& tensor, TensorView& view) {
+  try {
+    return bridge::view_of(tensor, view);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // The number of bytes from a view's first element to the end of its last one.
 int64_t extent(const TensorView& view) {
   int64_t last = 0;
@@ -96,7 +106,7 @@ class Recording {
     for (size_t i = 0; i < count; ++i) {
       const py::object tensor = inputs[i];
       TensorView view;
-      if (!tensor.is_none() && !bridge::view_of(tensor, view)) return std::nullopt;
+      if (!tensor.is_none() && !has_view(tensor, view)) return std::nullopt;
       if (!same(view, inputs_[i]) || !aligned(view)) return std::nullopt;
       memory.put(i, tensor, view);
     }

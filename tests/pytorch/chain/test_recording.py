@@ -9,6 +9,7 @@ from precisions import RECIPES, scope
 from recordings import all_recorded, segments_of
 from rulers import assert_bitwise
 from sizes import as_large_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
@@ -328,3 +329,17 @@ def test_inputs_that_begin_elsewhere_run_by_stages(device):
     assert_bitwise(other(shifted), expected)
     (one,) = segments_of(other)
     assert one.recorded is None and "16 bytes" in one.refused
+
+
+@pytest.mark.parametrize(
+    "make", [te.LayerNorm, te.RMSNorm, lambda size, **at: te.Linear(size, size, **at)]
+)
+def test_fake_and_meta_tensors_after_a_recorded_call(make):
+    """They have no memory, so that a recording cannot take them."""
+    module = make(32, device="cpu")
+    for _ in range(2):
+        module(torch.randn(4, 32, requires_grad=True))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert module(torch.randn(4, 32)).shape == (4, 32)
+    module.to("meta")
+    assert module(torch.randn(4, 32, device="meta")).is_meta
