@@ -294,6 +294,17 @@ def test_captured_steps_are_eager_steps():
         assert_bitwise(one.detach(), other.detach())
 
 
+def test_groups_without_parameters_count_their_steps(device):
+    """As on ranks that have none of a group; others load its number of steps."""
+    own = parameters(device)[:1]
+    optimizer = FusedAdam([{"params": own}, {"params": []}], capturable=True)
+    train(optimizer, own)
+    optimizer.found_inf = torch.ones((), device=device)
+    train(optimizer, own, steps=1)
+    counts = [group["step"] for group in optimizer.state_dict()["param_groups"]]
+    assert [(int(count), count.device) for count in counts] == [(4, own[0].device)] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_memory_of_the_kernel():

@@ -202,7 +202,7 @@ class FusedAdam(torch.optim.Optimizer):
                 gradient = self._gradient(parameter)
                 if gradient is not None:
                     by_device.setdefault(parameter.device, []).append((parameter, gradient))
-            loss_scaling.count_step(group, self.capturable, found_inf)
+            loss_scaling.count_step(group, self.param_groups, self.capturable, found_inf)
             for members in by_device.values():
                 parts = [part_of(parameter) for parameter, _ in members]
                 self._step(group, parts, [gradient for _, gradient in members], factor, found_inf)

@@ -7,7 +7,7 @@ infinite gradient has to be skipped. Both happen in the kernel of the step where
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,8 +101,20 @@ def scaling_of(
     return factor, found_inf.float().reshape(())
 
 
-def count_step(group: dict[str, Any], capturable: bool, found_inf: torch.Tensor | None) -> None:
+def count_step(
+    group: dict[str, Any],
+    groups: Sequence[dict[str, Any]],
+    capturable: bool,
+    found_inf: torch.Tensor | None,
+) -> None:
     """Count a step of a group; with `capturable` on the device, and only if nothing overflowed.
+
+    Args:
+        group: a group of the optimizer. On a rank it may have no parameters: its step is counted
+            on a device that other groups have.
+        groups: all groups of the optimizer.
+        capturable: see `FusedAdam`.
+        found_inf: not 0 after an overflow, on any device; or None.
 
     Raises:
         ValueError: `capturable`, and parameters on several devices.
@@ -116,6 +128,11 @@ def count_step(group: dict[str, Any], capturable: bool, found_inf: torch.Tensor 
             "[FusedAdam] expected a group's parameters on one device with capturable=True, got "
             f"{', '.join(sorted(map(str, devices)))}"
         )
-    for device in devices:
-        group["step"] = device_count(group.get("step", 0), device)
-        group["step"] += 1 if found_inf is None else found_inf.to(device) == 0
+    count = group.get("step", 0)
+    if not devices:
+        others = [parameter for one in groups for parameter in one["params"]]
+        known = [x for x in (*others, found_inf, count) if isinstance(x, torch.Tensor)]
+        devices = {known[0].device if known else torch.device("cpu")}
+    device = devices.pop()
+    group["step"] = device_count(count, device)
+    group["step"] += 1 if found_inf is None else found_inf.to(device) == 0
