@@ -145,6 +145,23 @@ def shared_layers(rank: int) -> None:
         clip_factor(own, 1.0, tp_group="tp")
 
 
+def sinks_of_shared_heads(rank: int) -> None:
+    """Each rank has those of its heads, whether it is made so or cut later."""
+    size = dist.get_world_size()
+    group = {"tp_group": dist.group.WORLD, "tp_size": size}
+    made = te.DotProductAttention(2 * size, 8, softmax_type="learnable", **group).to(here())
+    cut = te.DotProductAttention(2 * size, 8, softmax_type="learnable").to(here())
+    assert not hasattr(cut.softmax_offset, "tensor_model_parallel")
+    mesh = init_device_mesh(here().type, (size,), mesh_dim_names=("tp",))
+    te.parallelize(cut, mesh, {"": "heads"})
+    for module in (made, cut):
+        sinks = module.softmax_offset
+        sinks.grad = torch.full_like(sinks, rank + 1.0)
+        expected = sum(2 * (other + 1.0) ** 2 for other in range(size)) ** 0.5
+        _agrees(sinks, expected, tp_group=dist.group.WORLD)
+        assert (sinks.partition_dim, sinks.partition_stride) == (0, 1)
+
+
 def shared_layers_that_are_cut_again(rank: int) -> None:
     """Tensor-parallel layers that `fully_shard` shards over the other dimension of the mesh."""
     mesh = _mesh()
@@ -255,6 +272,7 @@ SCENARIOS = {
         under_way,
         replicas_of_shards,
         shared_layers,
+        sinks_of_shared_heads,
         shared_layers_that_are_cut_again,
         layers_of_torch_that_are_cut_again,
         steps,

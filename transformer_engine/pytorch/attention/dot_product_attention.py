@@ -51,9 +51,9 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
-from transformer_engine.pytorch.module.parameters import HasParameters, ParameterSet, ParameterSpec
+from transformer_engine.pytorch.module.parallel_mode import value_for_each_head
+from transformer_engine.pytorch.module.parameters import HasParameters, ParameterSet
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
-from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.rng import check_tracker
 
 _OF_MORE = {"fp8_output", "inference_params"}
@@ -168,8 +168,7 @@ class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
         self.softmax_type = check_softmax_type(softmax_type)
         self._parameter_set = ParameterSet(None)
         if softmax_type == "learnable":
-            size, shard = (self.local_heads,), Shard(self.ranks, 0)
-            offset = ParameterSpec("softmax_offset", size, nn.init.zeros_, shard=shard)
+            offset = value_for_each_head("softmax_offset", self.local_heads, self.ranks)
             self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
 
     def set_context_parallel_group(

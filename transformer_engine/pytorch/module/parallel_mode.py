@@ -34,6 +34,12 @@ def weight_attributes(parallel_mode: str | None) -> dict[str, Any]:
     return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
 
 
+def value_for_each_head(name: str, heads: int, ranks: TensorParallel) -> ParameterSpec:
+    """A parameter with one value, initially zero, for each head of a rank."""
+    attributes = weight_attributes("column") if ranks.size > 1 else {}
+    return ParameterSpec(name, (heads,), nn.init.zeros_, attributes, shard=Shard(ranks, 0))
+
+
 class SharedLinear:
     """A Linear that ranks share by columns, by rows, or not at all.
 

@@ -29,8 +29,9 @@ def clip_factor(
         max_norm: the largest Euclidean norm of all gradients together.
         tp_group: the tensor parallel ranks, which must all call this. They have parts of parameters
             whose attribute `tensor_model_parallel` is true (column-parallel and row-parallel layers
-            set it), and copies of the others, which count once. A `Linear` sets the attribute of
-            its weight even without a `parallel_mode`: set it to False if ranks have copies of it.
+            set it, and attention whose heads ranks share), and copies of the others, which count
+            once. A `Linear` sets the attribute of its weight even without a `parallel_mode`: set it
+            to False if ranks have copies of it.
 
     Returns:
         `(norm, factor)`, fp32 of one value each, shape `[]`: the norm of the gradients as they
