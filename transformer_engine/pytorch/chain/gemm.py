@@ -13,12 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.chain.main_grad_uses import (
+    MainGradUses,
+    mark_forward,
+    overwrites,
+)
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels import gemm as kernel
 from transformer_engine.pytorch.kernels.cast import cast
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_is_compiling = torch.compiler.is_compiling  # looked up once: attributes of torch take time
 _TRACED = "of a compiled graph"  # instead of a layer's name
 
 
@@ -110,10 +116,13 @@ class WgradTarget(NamedTuple):
     Attributes:
         dtype: dtype of the new tensor; None for the dtype of the operands.
         main_grad: the existing tensor that the gradient goes into; None for a new tensor.
-        accumulate: add to what is in `main_grad`.
+        accumulate: add to what is in `main_grad`. In eager mode `settled` decides it.
         has_placeholder: autograd gets a placeholder for a gradient that went into `main_grad`, so
             that hooks of data-parallel trainers run.
         zeroed: the placeholder is zero; else its values are undefined.
+        weight: the weight, whose other uses may have written; None in compiled code.
+        every_backward: each backward of a graph overwrites once.
+        uses: the mark of a forward that lets the next backward overwrite.
     """
 
     dtype: torch.dtype | None
@@ -121,6 +130,16 @@ class WgradTarget(NamedTuple):
     accumulate: bool = False
     has_placeholder: bool = False
     zeroed: bool = False
+    weight: torch.Tensor | None = None
+    every_backward: bool = False
+    uses: MainGradUses | None = None
+
+    def settled(self) -> WgradTarget:
+        """The target of the backward that comes now: it overwrites, or adds to other uses."""
+        if self.weight is None:
+            return self
+        accumulate = not overwrites(self.weight, self.every_backward)
+        return self if accumulate is self.accumulate else self._replace(accumulate=accumulate)
 
     @property
     def mode(self) -> tuple[Any, ...]:
@@ -152,7 +171,7 @@ def main_grad_target(
     Args:
         weight: its attributes `overwrite_main_grad` and `zero_out_wgrad` are read, and
             `grad_added_to_main_grad` is set to True if there is one.
-        overwrite: do not add to what is in `main_grad`.
+        overwrite: this call begins a new sum in `main_grad`, see `main_grad_uses`.
         layer: for messages.
         operands: dtype of the operands of a GEMM in high precision, which itself adds to
             `main_grad`; None for FP8 operands.
@@ -177,12 +196,17 @@ def main_grad_target(
             "[wgrad] expected weight.main_grad of torch.float32 or of the dtype of activations, "
             f"{operands}, got {main_grad.dtype} (layer {layer})"
         )
-    overwrite = overwrite or getattr(weight, "overwrite_main_grad", False)
+    every_backward = getattr(weight, "overwrite_main_grad", False)
+    overwrite = overwrite or every_backward
     has_placeholder = hasattr(weight, "grad_added_to_main_grad")  # where data-parallel hooks look
     if has_placeholder:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeroed = getattr(weight, "zero_out_wgrad", False)
-    return WgradTarget(weight.dtype, main_grad, not overwrite, has_placeholder, zeroed)
+    how = not overwrite, has_placeholder, zeroed
+    if _is_compiling():
+        return WgradTarget(weight.dtype, main_grad, *how)
+    uses = mark_forward(weight, every_backward) if overwrite else None
+    return WgradTarget(weight.dtype, main_grad, *how, weight, every_backward, uses)
 
 
 def wgrad(

@@ -13,6 +13,7 @@ import torch
 from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import Targets, run_exported, wgrad_targets
+from transformer_engine.pytorch.chain.main_grad_uses import MARKS
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.fp8.autocast_stack import Step
@@ -87,6 +88,9 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
     plan, step, targets, traces = ctx.call
     contiguous = [g if g is None else _readable(g, plan.compiling) for g in grads]
     tensors = list(ctx.saved_tensors)
+    # Without a gradient of the first result no product has one.
+    if targets and not plan.compiling and MARKS and grads[0] is not None:
+        targets = {i: target.settled() for i, target in targets.items()}
     if not plan.compiling:
         _torch_private.release_saved_tensors(ctx)
     try:

@@ -227,6 +227,6 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         by_weight = _scaled(gradients.weight, factor, dtype)
     else:
         added = _scaled(gradients.weight, factor, main_grad.dtype)
-        into._replace(main_grad=main_grad).store(added)
+        into.settled()._replace(main_grad=main_grad).store(added)
         by_weight = into.placeholder()
     return by_hidden, by_weight, _scaled(gradients.bias, factor, dtype), *[None] * 7

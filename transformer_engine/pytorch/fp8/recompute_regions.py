@@ -63,10 +63,14 @@ class RecomputeRegion:
 
     Args:
         foreign: a region of a checkpoint that is not ours, found through autograd.
+
+    Attributes:
+        marks: marks of weights, see `main_grad_uses`, which live as long as the region.
     """
 
     def __init__(self, foreign: bool = False) -> None:
         self.foreign = foreign
+        self.marks: list[Any] = []
         self.owed: Step | None = None  # for the next call to end: the last one has no backward
         self._calls: dict[Any, list[Call]] = {}
         self._next: dict[Any, int] = {}

@@ -198,7 +198,14 @@ class Linear(SingleGemmModule):
         Args:
             inp: `(..., in_features)`, fp32, fp16 or bf16.
             is_first_microbatch: True casts the weight to FP8 and caches the result, False uses the
-                cached one, None casts the weight for this call only.
+                cached one, None casts the weight for this call only. With
+                `fuse_wgrad_accumulation`, True also begins a new sum in `main_grad`: the first
+                backward of a use of the weight that comes after this call overwrites what is
+                there, whichever call it belongs to, and the others add. A call without autograd,
+                or whose results are dropped, begins nothing. In compiled code the backward of this
+                call overwrites, so it must come before those of other uses. A callable of
+                `make_graphed_callables` with `cache_quantized_params` fills `main_grad` with zeros
+                in this call.
 
         Returns:
             `(..., out_features)`, and with `return_bias` the bias (or None). With several ranks

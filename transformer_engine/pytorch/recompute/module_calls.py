@@ -13,6 +13,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch.chain.main_grad_uses import mark_forward
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
@@ -49,6 +50,8 @@ def plan_in_region(
     stack = autocast_stack()
     where = recompute_context(stack.recomputed, stack.regions)
     needs: tuple[bool, ...] = ()
+    if where.in_first_forward and first_microbatch is True:
+        _mark_weights(module, parameters, where)
     if where.in_first_forward or torch.is_grad_enabled():
         needs = needs_of(where.in_first_forward or x.requires_grad, parameters)
     if graph_task() == -1 or not is_recompute(module, where.recomputed):
@@ -70,6 +73,20 @@ def plan_in_region(
     recompute_plan = _recompute_plan(module, plan, call)
     where.record_call(module, call._replace(step=step, plan=recompute_plan))
     return recompute_plan, step if plan.requires_grad else None
+
+
+def _mark_weights(
+    module: TransformerEngineBaseModule, parameters: Parameters, where: RecomputeContext
+) -> None:
+    """Mark a first forward without autograd; its recompute leaves no mark of its own."""
+    inputs = module.chain.inputs
+    for step in module.chain.steps:
+        fuses = getattr(step.stage, "fuse_wgrad", False)
+        weight = parameters[step.parameters.start - inputs] if fuses else None
+        if weight is not None and weight.requires_grad:
+            mark = mark_forward(weight, bool(getattr(weight, "overwrite_main_grad", False)))
+            for region in where.open_regions:
+                region.marks.append(mark)
 
 
 def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
