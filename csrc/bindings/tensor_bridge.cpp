@@ -98,7 +98,8 @@ void guard(const TensorView& view, py::handle object) {
       view.data != nullptr || view.numel() == 0, Kind::Type, kOp,
       "expected a tensor with storage, got a ", Py_TYPE(object.ptr())->tp_name, " of shape ",
       ShapeOf{view},
-      " without data (a fake, meta or wrapper tensor; dequantize() makes a quantized one plain)");
+      " without data (a fake, meta or wrapper tensor; dequantize() makes a quantized one plain, "
+      "torch.distributed._functional_collectives.wait_tensor() one of a collective)");
 }
 
 void view_through_api(const dlpack::ExchangeApi& api, py::handle object, TensorView& out) {

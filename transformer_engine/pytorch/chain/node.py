@@ -17,6 +17,9 @@ from transformer_engine.pytorch.chain.main_grad_uses import MARKS
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage_by_stage import contiguous_values
 from transformer_engine.pytorch.fp8.autocast_stack import Step
+from transformer_engine.pytorch.parallel.dtensors import is_unfinished, wait_tensor
+
+_Tensor = torch.Tensor
 
 
 def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
@@ -40,8 +43,9 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
     if not plan.compiling:
         if _torch_private.other_caller_active():
             _torch_private.refuse_other_caller(plan.chain.layer, inputs)
-        if any([x is not None and x.is_neg() for x in inputs[: plan.chain.inputs]]):
-            inputs = tuple([x if x is None else x.resolve_neg() for x in inputs])
+        values = inputs[: plan.chain.inputs]
+        if any([x is not None and (type(x) is not _Tensor or x.is_neg()) for x in values]):
+            inputs = tuple([_with_memory(x) for x in inputs])
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
             result = _ChainNode.apply(plan, step, *inputs)
@@ -108,8 +112,18 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
     return found
 
 
+def _with_memory(x: Any) -> Any:
+    """`x` with its negative bit resolved, after the functional collective that it comes from."""
+    if x is None:
+        return None
+    x = wait_tensor(x) if is_unfinished(x) else x
+    return x.resolve_neg() if x.is_neg() else x
+
+
 def _readable(x: torch.Tensor, compiling: bool) -> torch.Tensor:
     """`x` made contiguous, its negative bit resolved; compilers resolve that bit themselves."""
+    if type(x) is not _Tensor and not compiling and is_unfinished(x):
+        x = wait_tensor(x)
     ordered = x if x.is_contiguous() else x.contiguous()
     return ordered if compiling or not ordered.is_neg() else ordered.resolve_neg()
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from transformer_engine.pytorch._torch_private import functional_collectives
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -24,6 +26,19 @@ def dtensor_states() -> Any:
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether an object is a DTensor, or another tensor that has a local part."""
     return hasattr(x, "to_local")
+
+
+def is_unfinished(x: Any) -> bool:
+    """Whether a tensor waits for a functional collective (`AsyncCollectiveTensor`) when it is read.
+
+    Kernels of ours cannot read it.
+    """
+    return hasattr(x, "trigger_wait")
+
+
+def wait_tensor(x: Any) -> torch.Tensor:
+    """The plain tensor that a collective has written; autograd goes through."""
+    return functional_collectives.wait_tensor(x)
 
 
 def local_part(x: Any) -> torch.Tensor:
