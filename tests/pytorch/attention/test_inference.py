@@ -316,6 +316,25 @@ def test_layers_need_numbers_of_their_own(named, name):
         step(1)
 
 
+@torch.no_grad()
+def test_numbers_from_zero_are_as_good_as_others():
+    """Layer 0 has its own named sequences; a layer without a number has those of layer 1."""
+
+    def run(*numbers):
+        torch.manual_seed(3)
+        how = {"qkv_format": "bshd", "attn_mask_type": "padding_causal"}
+        layers = [te.DotProductAttention(2, 8, layer_number=n, **how) for n in numbers]
+        params = te.InferenceParams(1, LONGEST, 2, 8, torch.float32)
+        for _ in range(3):
+            params.pre_step({"a": 1})
+            outs = [layer(*torch.randn(3, 1, 1, 2, 8), inference_params=params) for layer in layers]
+        return torch.stack(outs)
+
+    assert torch.equal(run(0, 1), run(1, 2))
+    with pytest.raises(ValueError, match=r"one layer for each layer_number, got 1 of the layers"):
+        run(None, 1)
+
+
 def test_bad_steps():
     attention = te.DotProductAttention(4, 8, attn_mask_type="padding_causal")
     x = torch.randn(2, 1, 4, 8)

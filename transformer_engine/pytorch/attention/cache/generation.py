@@ -28,7 +28,13 @@ def check_params(params: object, layer_number: int | None, layer: Any) -> None:
             "[DotProductAttention] expected inference_params of InferenceParams, got"
             f" {type(params).__name__}"
         )
-    params.claim(layer_number, layer)
+    number = _number_of(layer_number) if params.kind == "named" else layer_number
+    params.claim(number, layer)
+
+
+def _number_of(layer_number: int | None) -> int:
+    """The number of a layer in a cache manager, which has no place for None."""
+    return 1 if layer_number is None else layer_number
 
 
 def check_cross(core: Any, mask_type: str | None, window: Window | None) -> None:
@@ -126,7 +132,7 @@ class CachedStep:
             longest = key.shape[1 if qkv_format == "bshd" else 0]
             if qkv_format == "thd" and params.max_ctx_len is not None:
                 longest = min(longest, params.max_ctx_len)
-        step = params.step(layer_number or 1, key, value, qkv_format)
+        step = params.step(_number_of(layer_number), key, value, qkv_format)
         batch = step.keys.shape[0]
         self.keys, self.values = step.keys, step.values
         self.query_sequences = Sequences(step.cu_seqlens_q[: batch + 1], longest=longest)
