@@ -60,6 +60,31 @@ def test_fewer_sequences_than_room_are_reordered_in_place(form, device):
             params.swap_key_value_dict(mask)
 
 
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize("batch_first", [False, True])
+@torch.no_grad()
+def test_programs_may_replace_the_caches_of_a_layer(device, batch_first, qkv_format):
+    """By some of their sequences, in any order in memory, also where the device has the offset."""
+    params = make_params("int", device)
+    layer = te.MultiheadAttention(HIDDEN, HEADS, qkv_format=qkv_format, device=device).eval()
+    x = torch.randn(4, 7, HIDDEN, device=device)
+    first = (lambda x: x) if qkv_format == "bshd" else (lambda x: x.transpose(0, 1).contiguous())
+    layer(first(x[:, :5]), inference_params=params)
+    pair, order = params.key_value_memory_dict[1], torch.tensor([2, 0], device=device)
+    pair = tuple(one[:, order] for one in pair)
+    if batch_first:
+        pair = tuple(one.transpose(0, 1).contiguous().transpose(0, 1) for one in pair)
+    params.key_value_memory_dict[1] = pair
+    params.sequence_len_offset = torch.tensor(5, device=device)
+    for begin in (5, 6):
+        last = layer(first(x[order, begin : begin + 1]), inference_params=params)
+        params.sequence_len_offset += 1
+    whole = first(layer(first(x)))
+    torch.testing.assert_close(first(last), whole[order, 6:], **CLOSE)
+    with pytest.raises(ValueError, match=r"16 tokens and at least 4 sequences .* got \(16, 2, 4"):
+        layer(first(x[:, :1]), inference_params=params)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_prompts_in_inference_mode_and_steps_without(form, device):
     named = form in ("named", "paged")

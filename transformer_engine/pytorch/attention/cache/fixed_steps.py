@@ -93,6 +93,17 @@ def _check(offset: torch.Tensor, geometry: Geometry) -> None:
             f"[InferenceParams] expected sequence_len_offset of shape () or ({geometry.batch},),"
             f" the sequences of the step, got {tuple(offset.shape)}"
         )
+    first, last = geometry.first_sequence, geometry.first_sequence + geometry.batch
+    if first < 0 or last > geometry.max_batch:
+        raise ValueError(
+            f"[InferenceParams] KV cache overflow: expected at most {geometry.max_batch}"
+            f" sequences, got those from {first} to {last}"
+        )
+    if geometry.tokens > geometry.max_tokens:
+        raise ValueError(
+            f"[InferenceParams] KV cache overflow: expected at most {geometry.max_tokens} tokens,"
+            f" got {geometry.tokens}"
+        )
     if offset.device.type != "cpu":  # elsewhere the host would wait for the device
         return
     first, last = (int(one) for one in offset.aminmax())

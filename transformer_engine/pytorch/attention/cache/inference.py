@@ -41,16 +41,17 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.attention.cache.fixed_steps import FixedStep, FixedSteps, Geometry
-from transformer_engine.pytorch.attention.cache.kv_cache import (
-    KVCacheManager,
-    Step,
-    check_angles,
-)
+from transformer_engine.pytorch.attention.cache.kv_cache import KVCacheManager, Step, check_angles
 from transformer_engine.pytorch.attention.cache.managers import (
     NonPagedKVCacheManager,
     PagedKVCacheManager,
 )
-from transformer_engine.pytorch.attention.cache.memory import plain_caches, reorder
+from transformer_engine.pytorch.attention.cache.memory import (
+    check_room,
+    plain_caches,
+    reorder,
+    write_rows,
+)
 from transformer_engine.pytorch.attention.cache.owners import Owners
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.capture import is_capturing
@@ -221,8 +222,9 @@ class InferenceParams:
         step = self._fixed_step(("keys", layer_number), key, qkv_format)
         caches = self._plain_caches(layer_number, key, value)
         rows = slice(self.batch_size_offset, self.batch_size_offset + step.starts.shape[0])
+        check_room(caches, layer_number, (self.max_sequence_length, rows.stop))
         for cache, new in zip(caches, (key, value), strict=True):
-            cache.flatten(0, 1).index_copy_(0, step.rows, new.detach().flatten(0, 1))
+            write_rows(cache, step.rows, new.detach().flatten(0, 1), self.max_batch_size)
         keys, values = (cache[:, rows] for cache in caches)
         return _in_format(keys, qkv_format), _in_format(values, qkv_format), step
 
@@ -236,17 +238,6 @@ class InferenceParams:
             )
         sequence_first = qkv_format == "sbhd"
         tokens, batch = x.shape[:2] if sequence_first else x.shape[1::-1]
-        last = self.batch_size_offset + batch
-        if self.batch_size_offset < 0 or last > self.max_batch_size:
-            raise ValueError(
-                f"[InferenceParams] KV cache overflow: expected at most {self.max_batch_size}"
-                f" sequences, got those from {self.batch_size_offset} to {last}"
-            )
-        if tokens > self.max_sequence_length:
-            raise ValueError(
-                f"[InferenceParams] KV cache overflow: expected at most {self.max_sequence_length}"
-                f" tokens, got {tokens}"
-            )
         sizes = (self.max_sequence_length, self.max_batch_size)
         geometry = Geometry(tokens, batch, sequence_first, self.batch_size_offset, *sizes)
         return self._fixed_steps.step(who, offset, geometry)

@@ -150,6 +150,25 @@ def plain_caches(
     return caches
 
 
+def check_room(caches: Caches, layer_number: int | None, sizes: tuple[int, int]) -> None:
+    """Raise ValueError unless the caches have these tokens, and as many sequences or more."""
+    for cache in caches:
+        if cache.shape[0] != sizes[0] or cache.shape[1] < sizes[1]:
+            raise ValueError(
+                f"[InferenceParams] expected keys and values of {sizes[0]} tokens and at least"
+                f" {sizes[1]} sequences in the cache of layer number {layer_number}, got"
+                f" {tuple(cache.shape)}"
+            )
+
+
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, max_batch: int) -> None:
+    """Write new tokens `[tokens, heads, size]` to rows, see `FixedStep`, of a plain cache."""
+    if cache.is_contiguous() and cache.shape[1] == max_batch:
+        cache.flatten(0, 1).index_copy_(0, rows, new)
+    else:  # a program has replaced the cache; this is slower
+        cache.index_put_((rows // max_batch, rows % max_batch), new)
+
+
 def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
     """In place, sequence i becomes what `batch_indices[i]` was; sequences without an index stay.
 
