@@ -195,6 +195,11 @@ def test_helpers_say_what_arguments_they_take(two):
         assert text in found[name]
 
 
+def test_a_backward_refuses_lengths_that_have_changed(two):
+    for outcome in two:
+        assert "modified by an inplace operation" in outcome["changed_ends"]
+
+
 REFUSALS = {
     "uneven": "two chunks of equal length in query_layer of each rank",
     "heads": "divisible by 2 (the ranks that exchange heads)",

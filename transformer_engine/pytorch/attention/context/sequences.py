@@ -137,7 +137,8 @@ class _Gather(torch.autograd.Function):
         dim: int,
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.call = groups, dim, cu_seqlens
+        ctx.call = groups, dim
+        ctx.save_for_backward(cu_seqlens)
         for group in groups:  # begins with the group of neighbouring ranks
             x = all_gather_stack(x, group)
         ranks = x.shape[: len(groups)]
@@ -145,7 +146,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        groups, dim, cu_seqlens = ctx.call
+        groups, dim = ctx.call
+        (cu_seqlens,) = ctx.saved_tensors
         sizes = [dist.get_world_size(group) for group in groups]
         total = 1
         for size in sizes:
