@@ -200,6 +200,11 @@ def test_a_backward_refuses_lengths_that_have_changed(two):
         assert "modified by an inplace operation" in outcome["changed_ends"]
 
 
+def test_copies_of_layers_have_the_same_ranks(two):
+    for outcome in two:
+        assert outcome["copies"] == [(True, True)] * 2
+
+
 REFUSALS = {
     "uneven": "two chunks of equal length in query_layer of each rank",
     "heads": "divisible by 2 (the ranks that exchange heads)",

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from context_cases import outcomes
-from context_copies import changed_ends
+from context_copies import changed_ends, copies
 from rank_device import here
 
 import transformer_engine.pytorch as te
@@ -375,6 +375,7 @@ SCENARIOS = (
     layers,
     helpers,
     helpers_refuse,
+    copies,
     changed_ends,
     refusals,
     refusals_of_later_calls,

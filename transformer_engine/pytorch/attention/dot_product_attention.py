@@ -11,7 +11,7 @@ from torch import nn
 
 from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.cache.generation import check_params, with_cache
-from transformer_engine.pytorch.attention.context.settings import context_group
+from transformer_engine.pytorch.attention.context.settings import SharesContext, context_group
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.arguments import (
     arguments_of,
@@ -60,7 +60,7 @@ _OF_MORE = {"fp8_output", "inference_params"}
 
 
 @joins_chains
-class DotProductAttention(HasParameters, SharedByRanks, ScaledModule):
+class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:

@@ -1,7 +1,8 @@
-"""Checks of the arguments of `set_context_parallel_group`."""
+"""What `set_context_parallel_group` sets: checks of its arguments, and copies of modules."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,22 @@ import torch.distributed as dist
 from transformer_engine.pytorch.attention.context.group import COMM_TYPES, ContextGroup
 from transformer_engine.pytorch.attention.context.schemes import scheme
 from transformer_engine.pytorch.parallel.groups import check_group
+
+
+class SharesContext:
+    """Base of modules with ranks that share sequences; copies have the same ranks."""
+
+    context: ContextGroup | None
+    cp_group: Any
+    cp_stream: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        for shared in (self.context, self.cp_group, self.cp_stream):  # these cannot be copied
+            memo[id(shared)] = shared
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        return copied
 
 
 def context_group(
