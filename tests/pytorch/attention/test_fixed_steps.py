@@ -94,6 +94,24 @@ def test_sequences_of_unequal_length(device, qkv_format):
         torch.testing.assert_close(steps, whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@torch.no_grad()
+def test_offsets_are_reordered_with_the_caches(device, first):
+    layers, lengths = make_layers(device), offset_on(device, [5, 3])
+    prompts, token = (torch.randn(2, n, HIDDEN, device=device) for n in (5, 1))
+    results = []
+    for order in ([0, 1], [1, 0]):
+        params = te.InferenceParams(3, LONGEST)
+        params.batch_size_offset = first
+        run(layers, prompts[order], None, params)
+        params.sequence_len_offset = offset = lengths[order]
+        if order == [0, 1]:
+            params.swap_key_value_dict([*range(first), first + 1, first])
+        assert params.sequence_len_offset is offset and offset.tolist() == [3, 5]
+        results.append(run(layers, token, None, params))
+    torch.testing.assert_close(*results)
+
+
 @torch.no_grad()
 def test_one_query_needs_no_band():
     """No mask, and a window that hides nothing: the last token sees all that is written."""

@@ -50,6 +50,7 @@ from transformer_engine.pytorch.attention.cache.memory import (
     check_room,
     plain_caches,
     reorder,
+    reorder_lengths,
     write_rows,
 )
 from transformer_engine.pytorch.attention.cache.owners import Owners
@@ -251,6 +252,8 @@ class InferenceParams:
     def swap_key_value_dict(self, batch_indices: Sequence[int] | torch.Tensor) -> None:
         """Reorder the batch of every cache: sequence i becomes what `batch_indices[i]` was.
 
+        A `sequence_len_offset` of `[batch]` is reordered with them, in place.
+
         Args:
             batch_indices: one old index for each sequence that goes on, at most `max_batch_size`.
 
@@ -261,7 +264,10 @@ class InferenceParams:
         """
         if not self.key_value_memory_dict:
             raise ValueError("[InferenceParams] expected cached keys to swap, got none so far")
-        reorder(self.key_value_memory_dict.values(), torch.as_tensor(batch_indices))
+        index, offset = torch.as_tensor(batch_indices), self.sequence_len_offset
+        reorder(chain(*self.key_value_memory_dict.values()), index)
+        if self.kind == "fixed" and offset.ndim == 1:
+            reorder_lengths(offset, index, self.batch_size_offset, self.max_batch_size)
 
     # ---- Either form ----
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -169,8 +168,10 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, max_b
         cache.index_put_((rows // max_batch, rows % max_batch), new)
 
 
-def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
+def reorder(memory: Iterable[torch.Tensor], batch_indices: torch.Tensor) -> None:
     """In place, sequence i becomes what `batch_indices[i]` was; sequences without an index stay.
+
+    Sequences are dimension 1 of each tensor in `memory`.
 
     Raises:
         ValueError: more sequences than there is room for; indices out of range.
@@ -182,7 +183,7 @@ def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
             f"[InferenceParams] expected batch_indices of int32 or int64, got {index.dtype}"
         )
     known = index.tolist() if can_read(index) else []
-    for cache in chain(*memory):
+    for cache in memory:
         if index.ndim != 1 or index.shape[0] > cache.shape[1]:
             raise ValueError(
                 f"[InferenceParams] expected batch_indices of at most {cache.shape[1]} sequences,"
@@ -195,3 +196,13 @@ def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
             )
         index = index.to(cache.device)
         cache[:, : index.shape[0]] = cache[:, index]
+
+
+def reorder_lengths(
+    lengths: torch.Tensor, batch_indices: torch.Tensor, first: int, max_batch: int
+) -> None:
+    """`reorder` for the lengths of the sequences from `first` on; others have no tokens."""
+    of_all = lengths.new_zeros(1, max_batch)
+    of_step = of_all[0, first : first + lengths.shape[0]].copy_(lengths)
+    reorder([of_all], batch_indices)
+    lengths.copy_(of_step)
