@@ -136,6 +136,25 @@ def test_absent_sequences_are_padding():
             cache.pre_step(step)
 
 
+@pytest.mark.parametrize("others", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
+@torch.no_grad()
+def test_layers_on_several_devices(others, paged):
+    """Each device has the lengths of a step with absent sequences; meta stands for a GPU."""
+    first, second = make_layers("cpu", "bshd", torch.float32)
+    second.to(others)
+    cache = make_cache("bshd", torch.float32, paged)
+    tokens, results = torch.randn(3, HIDDEN), []
+    for token in tokens:
+        cache.pre_step({"a": 1})
+        x = first(padded([token[None]], 1, "bshd"), inference_params=cache)
+        results.append(second(x.to(others), inference_params=cache)[0, 0])
+    if others != "meta":
+        whole = first(tokens[None], self_attn_mask_type="causal").to(others)
+        whole = second(whole, self_attn_mask_type="causal")
+        torch.testing.assert_close(torch.stack(results), whole[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
 @torch.no_grad()

@@ -79,7 +79,7 @@ class KVCacheManager:
         self.lengths: dict[Any, int] = {}  # tokens of each sequence after this step, by slot
         self.new: list[int] = []  # new tokens of each slot in this step
         self._of_step: dict[Any, torch.Tensor] = {}  # made once in a step, shared by all layers
-        self._lengths: DeviceLengths | None = None
+        self._lengths: dict[torch.device, DeviceLengths] = {}
         self._with_spare_row: dict[int, Caches] = {}
 
     @property
@@ -143,7 +143,7 @@ class KVCacheManager:
                 for size in self.sizes
             )
         self._with_spare_row[layer_number] = (keys, values)
-        self.device_lengths(device)
+        self.device_lengths(keys.device)
 
     def reset(self) -> None:
         """Forget all sequences."""
@@ -272,21 +272,22 @@ class KVCacheManager:
         return fixed
 
     def device_lengths(self, device: torch.device) -> DeviceLengths:
-        """The lengths of this step on the device, in tensors that are made once."""
-        if self._lengths is None:
+        """The lengths of this step on the device, in tensors that are made once for each."""
+        if device not in self._lengths:
             if is_capturing():
                 raise RuntimeError(
                     "[InferenceParams] expected a step of the model (a warm-up) before the capture"
                     " of a CUDA graph, got none: lengths have no place that replays find"
                 )
             with outside_of_inference_mode():
-                self._lengths = DeviceLengths(self.max_batch_size, self.pages_of_sequence, device)
+                sizes = (self.max_batch_size, self.pages_of_sequence)
+                self._lengths[device] = DeviceLengths(*sizes, device)
             self._write_lengths()
-        return self._lengths
+        return self._lengths[device]
 
     def _write_lengths(self) -> None:
-        if self._lengths is not None:
-            self._lengths.write(list(self.lengths.values()), self.new, self.pages)
+        for lengths in self._lengths.values():
+            lengths.write(list(self.lengths.values()), self.new, self.pages)
 
     def _fixed_step(
         self, layer_number: int, new: tuple[torch.Tensor, torch.Tensor], qkv_format: str
