@@ -127,6 +127,17 @@ def test_nan_of_one_sequence_stays_there(form, device):
     torch.testing.assert_close(out[1, :6], whole[1, :6], **CLOSE)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_another_model_may_have_the_cache_after_a_reset(form):
+    named, params = form in ("named", "paged"), make_params(form, "cpu")
+    for _ in range(2):
+        if named:
+            params.pre_step({"a": 3, "b": 3})
+        make_layer("cpu", named)(torch.randn(2, 3, HIDDEN), inference_params=params)
+        params.reset()
+
+
 @torch.no_grad()
 def test_reset_forgets_nan_behind_an_offset_on_the_device(device):
     layer, params = make_layer(device), make_params("tensor", device)

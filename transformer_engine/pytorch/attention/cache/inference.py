@@ -344,6 +344,7 @@ class InferenceParams:
     def reset(self) -> None:
         """Forget all tokens; caches, and an offset on the device, keep their memory."""
         self.batch_size_offset = 0
+        self._owners = Owners()
         if self.kind == "fixed":
             self.sequence_len_offset.zero_()
             for cache in chain(*self.key_value_memory_dict.values()):
