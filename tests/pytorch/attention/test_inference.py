@@ -355,6 +355,17 @@ def test_bad_steps():
         )
 
 
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@torch.no_grad()
+def test_too_few_angles_are_counted_from_the_first_token(qkv_format):
+    layer, params = make_layer("cpu", qkv_format), te.InferenceParams(5, LONGEST)
+    how = {"inference_params": params, "rotary_pos_emb": angles_on("cpu")[:6]}
+    layer(torch.randn(5, 5, HIDDEN), **how)
+    params.sequence_len_offset += 5
+    with pytest.raises(ValueError, match=r"rotary_pos_emb of at least 8 positions, .* got \[6\]"):
+        layer(torch.randn(*((5, 3) if qkv_format == "bshd" else (3, 5)), HIDDEN), **how)
+
+
 def test_a_plain_cache_keeps_its_dtype_and_offsets():
     attention = te.DotProductAttention(4, 8, layer_number=3)
     x = torch.randn(2, 1, 4, 8)

@@ -54,7 +54,7 @@ from transformer_engine.pytorch.attention.cache.memory import (
     write_rows,
 )
 from transformer_engine.pytorch.attention.cache.owners import Owners
-from transformer_engine.pytorch.attention.core.formats import check_format
+from transformer_engine.pytorch.attention.core.formats import check_format, sequence_dim
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.arguments import check_dtypes, check_sizes
 
@@ -304,8 +304,10 @@ class InferenceParams:
             step = self._fixed_step(("angles", who), query, qkv_format)
             return angles, step.starts, None
         self._check_offsets()
-        query_angles, key_angles = angles
-        start = self.sequence_len_offset
+        start, (query_angles, key_angles) = self.sequence_len_offset, angles
+        if qkv_format != "thd":
+            end = start + query.shape[sequence_dim(qkv_format)]
+            check_angles(angles[:1], end, "sequence_len_offset and the new tokens")
         rest = query_angles[start:]
         return (rest, rest if key_angles is query_angles else key_angles[start:]), None, None
 

@@ -363,7 +363,7 @@ class KVCacheManager:
         return ends.to(torch.int32)
 
 
-def check_angles(angles: tuple[torch.Tensor, torch.Tensor], longest: int, which: str) -> None:
+def check_angles(angles: tuple[torch.Tensor, ...], longest: int, which: str) -> None:
     """Raise ValueError if there are fewer rotary angles than positions."""
     if min(one.shape[0] for one in angles) < longest:
         raise ValueError(
