@@ -165,6 +165,11 @@ def written(form, device):
     return params
 
 
+def test_swap_says_where_keys_of_named_sequences_are():
+    with pytest.raises(ValueError, match=r"none in key_value_memory_dict; .* cache_manager.cache"):
+        written("named", "cpu").swap_key_value_dict([1, 0])
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_programs_may_reorder_named_sequences(device, fixed):
     """As beam search does: dimension 0 of keys and values is that of the batch."""

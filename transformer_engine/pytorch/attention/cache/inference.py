@@ -263,7 +263,10 @@ class InferenceParams:
             TypeError: indices that are no integers.
         """
         if not self.key_value_memory_dict:
-            raise ValueError("[InferenceParams] expected cached keys to swap, got none so far")
+            raise ValueError(
+                "[InferenceParams] expected cached keys to swap, got none in key_value_memory_dict;"
+                " those of named sequences are in cache_manager.cache"
+            )
         index, offset = torch.as_tensor(batch_indices), self.sequence_len_offset
         reorder(chain(*self.key_value_memory_dict.values()), index)
         if self.kind == "fixed" and offset.ndim == 1:
