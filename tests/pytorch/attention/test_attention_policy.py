@@ -125,7 +125,10 @@ def test_a_call_asks_whether_captures_are_announced(announced, monkeypatch):
     assert [problem.in_graph for problem in seen] == [announced]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"queries": 128}, {"keys": 128}], ids=str)
+VALUES = {"key_size": 64, "value_size": 128}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"queries": 128}, {"keys": 128}, VALUES], ids=str)
 def test_kernels_with_wrong_gradients_of_large_tensors_are_left_out(sizes):
     one = Problem(device="cuda", queries=4096, keys=4096, heads=32, groups=32, key_size=128)
     one, most = one._replace(**sizes), (1 << 31) // (4096 * 32 * 128)
@@ -144,16 +147,24 @@ def test_kernels_with_wrong_gradients_of_large_tensors_are_left_out(sizes):
     assert "2^31" in str(refusal(sdpa.BACKEND, large._replace(compiling=True), allowed))
 
 
-@pytest.mark.parametrize("tokens", [48, 47])
-def test_all_sequences_of_a_packed_call_count_as_one_tensor(tokens, monkeypatch):
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 3), (3, 3)])
+def test_torch_counts_the_larger_one_of_queries_and_the_result(sizes, monkeypatch):
+    monkeypatch.setattr(sdpa, "MOST_ELEMENTS", 2 * 8 * 4)
+    sides = [SimpleNamespace(shape=(2, 8, n), numel=lambda n=n: 16 * n) for n in sizes]
+    sides[0].is_cuda = True
+    assert sdpa._is_large((sides[0], *sides), 1) is (4 in sizes)
+
+
+@pytest.mark.parametrize(("tokens", "value_size"), [(48, 16), (47, 16), (24, 32)])
+def test_all_sequences_of_a_packed_call_count_as_one_tensor(tokens, value_size, monkeypatch):
     seen = []
     monkeypatch.setattr(choice, "MOST_ELEMENTS", 48 * 2 * 16)
     monkeypatch.setattr(choice, "preference", lambda problem, _: seen.append(problem) or ("sdpa",))
-    attention = DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding")
+    attention = DotProductAttention(2, (16, value_size), qkv_format="thd", attn_mask_type="padding")
     q, ends = torch.randn(tokens, 2, 16), torch.tensor([0, 20, tokens], dtype=torch.int32)
-    attention(q, q, q, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    attention(q, q, torch.randn(tokens, 2, value_size), cu_seqlens_q=ends, cu_seqlens_kv=ends)
     problem = seen[0]._replace(device="cuda", training=True)
-    assert problem.large is (tokens == 48)
+    assert problem.large is (tokens != 47)
     assert FEW_ELEMENTS.holds(problem, None) is not problem.large
 
 

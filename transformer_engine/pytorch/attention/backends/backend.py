@@ -53,7 +53,7 @@ class Problem(NamedTuple):
         compiling: inside torch.compile.
         in_graph: the program has announced that it captures CUDA graphs, or warms up for it.
         part: the keys are only some of those that the softmax goes over, see `Parts`.
-        large_packed: thd queries or keys have `MOST_ELEMENTS` elements or more, with all sequences.
+        large_packed: a thd tensor has `MOST_ELEMENTS` elements or more, with all sequences.
     """
 
     device: str = "cpu"
@@ -89,9 +89,13 @@ class Problem(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Whether queries or keys are known to have `MOST_ELEMENTS` elements or more."""
+        """Whether a tensor is known to have `MOST_ELEMENTS` elements or more.
+
+        It may be queries, keys, values or the result.
+        """
         queries, keys = (self.queries or 0) * self.heads, (self.keys or 0) * self.groups
-        elements = (self.batch or 0) * self.key_size * max(queries, keys)
+        size = max(self.key_size, self.value_size)
+        elements = (self.batch or 0) * size * max(queries, keys)
         return self.large_packed or elements >= MOST_ELEMENTS
 
     @property
@@ -288,10 +292,10 @@ SOMETHING = Requirement(
 MOST_ELEMENTS = 1 << 31
 # On an H200 with torch 2.11, cuDNN 9.19 computes wrong gradients for the queries and keys that lie
 # behind so many elements, and torch's flash attention reads out of bounds. torch's memory-efficient
-# kernel is right, so `sdpa` uses it for such tensors.
+# kernel is right, so `sdpa` uses it for such tensors. Values and results count as keys and queries.
 FEW_ELEMENTS = Requirement(
     lambda problem, allowed: problem.device == "cpu" or not problem.training or not problem.large,
-    "has wrong gradients of 2^31 elements of queries or keys and more; give parts of the batch",
+    "has wrong gradients of tensors of 2^31 elements and more; give parts of the batch",
 )
 GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
 # For the backends that run graphs of cuDNN. They ask cuDNN itself what else it refuses.

@@ -84,7 +84,7 @@ def _forward(
     per_group = query.shape[1] // max(1, groups)
     masked = not (mask.full or mask.causal)
     differentiated = any(needs) or (not torch.compiler.is_compiling() and transforms_active())
-    large = differentiated and _is_large(query, key, per_group if masked else 1)
+    large = differentiated and _is_large(inputs, per_group if masked else 1)
     if per_group > 1 and (masked or large):  # kernels that take these do not support groups
         key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
     if masked:
@@ -220,12 +220,15 @@ def _has_fast_cudnn(device: int) -> bool:
     return fast
 
 
-def _is_large(query: torch.Tensor, key: torch.Tensor, copies: int) -> bool:
+def _is_large(inputs: Inputs, copies: int) -> bool:
     """Whether the fast kernels of torch have wrong gradients, see `FEW_ELEMENTS`.
 
-    A kernel gets every key `copies` times.
+    A kernel gets every key and value `copies` times.
     """
-    return query.is_cuda and max(query.numel(), copies * key.numel()) >= MOST_ELEMENTS
+    query, key, value = inputs
+    size, other = query.shape[-1], value.shape[-1]  # the result has heads of the other size
+    elements = max(query.numel(), copies * key.numel()) // size * max(size, other)
+    return query.is_cuda and elements >= MOST_ELEMENTS
 
 
 def _order(
@@ -287,8 +290,8 @@ BACKEND = Backend(
         SOMETHING,
         Requirement(
             lambda problem, allowed: not problem.compiling or FEW_ELEMENTS.holds(problem, allowed),
-            "has wrong gradients of 2^31 elements of queries or keys and more in compiled code;"
-            " give parts of the batch",
+            "has wrong gradients of tensors of 2^31 elements and more in compiled code; give parts"
+            " of the batch",
         ),
         Requirement(
             lambda problem, allowed: (

@@ -201,9 +201,10 @@ class CallShape:
 
     @property
     def elements(self) -> int:
-        """The number of elements of queries or of keys, the larger one."""
+        """The number of elements of the largest tensor: queries, keys, values or the result."""
         rows = max(self.queries * self.heads, self.keys * self.groups)
-        return (1 if self.batch is None else self.batch) * rows * self.key_size
+        size = max(self.key_size, self.value_size)
+        return (1 if self.batch is None else self.batch) * rows * size
 
 
 @memoize
