@@ -8,6 +8,8 @@ from cases.attention import BACKENDS
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 
+from transformer_engine.pytorch.attention import attention_backends
+
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
@@ -64,8 +66,13 @@ def test_dropout_drops_in_training_only(device, backend):
     assert torch.allclose(module.eval()(q, k, v), torch.ones_like(out))
 
 
-def test_all_weights_dropped(device, unfused):
-    assert int(make_module(attention_dropout=1.0)(*make_qkv(device)).count_nonzero()) == 0
+def test_all_weights_dropped(device):
+    """Kernels that divide by 1 - p refuse p = 1, and unfused attention takes it."""
+    module = make_module(attention_dropout=1.0)
+    for found in _run(module, make_qkv(device)):
+        assert int(found.count_nonzero()) == 0
+    table = attention_backends(attention_dropout=1.0, device=device)
+    assert table.chosen == "unfused" and "attention_dropout < 1" in table["sdpa"]
 
 
 def test_dropout_draws_from_the_tracker(device, unfused):

@@ -324,6 +324,10 @@ NO_SINK = Requirement(
 NO_DROPOUT = Requirement(
     lambda problem, allowed: problem.dropout == 0.0, "has no dropout; use attention_dropout=0"
 )
+SOME_WEIGHTS = Requirement(
+    lambda problem, allowed: problem.dropout < 1.0,
+    "cannot drop everything; use attention_dropout < 1",
+)
 EAGER = Requirement(
     lambda problem, allowed: not problem.compiling,
     "is no operator of torch.compile; run attention outside of it",

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     GPU,
     HIGH_PRECISION,
     SIZES_OF_EIGHT,
+    SOME_WEIGHTS,
     SOMETHING,
     Backend,
     Gradients,
@@ -378,10 +379,7 @@ BACKEND = Backend(
             lambda problem, allowed: problem.bias_type != "alibi" or _alibi_is_ours(problem),
             "has ALiBi with the usual slopes and causal masks alone, for no more queries than keys",
         ),
-        Requirement(
-            lambda problem, allowed: problem.dropout < 1.0,
-            "cannot drop everything; use attention_dropout < 1",
-        ),
+        SOME_WEIGHTS,
         FEW_QUERIES_IF_CACHED,
         # One query with padding: cuDNN 9.19 on an H200 computes wrong gradients, 9.26 computes NaN
         # or crashes. Graphs for thd always have room for more, see attention_key.cpp.

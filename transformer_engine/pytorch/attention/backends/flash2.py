@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import NO_SINK, Requirement
+from transformer_engine.pytorch.attention.backends.backend import NO_SINK, SOME_WEIGHTS, Requirement
 from transformer_engine.pytorch.attention.backends.flash import Kernels, Options, Private, package
 from transformer_engine.pytorch.attention.backends.flash_parts import (
     NO_DROPOUT_IN_PARTS,
@@ -62,6 +62,7 @@ BACKEND = flash_backend(
         " instead of attention_mask",
     ),
     NO_SINK,
+    SOME_WEIGHTS,
     NO_DROPOUT_IN_PARTS,
     differentiable=True,
 )
