@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bench_training_ranks import STEPS, measure, options_of, sequences, trained
+from bench_training_ranks import measure, options_of, sequences, trained
 from gpu_ranks import Rank
 from training_models import TINY
 from training_steps import OneGpu, Row
@@ -10,7 +10,6 @@ from training_steps import OneGpu, Row
 
 def dry_run(number: int, model: str, precision: str) -> tuple[list[dict[str, Any]], float]:
     """Returns the rows of this rank, and the loss of one process that trains on all data."""
-    STEPS.update(loops=2, calls=3, warmup=2)  # eight steps, one for each batch
     rank, sizes = Rank(number, "training_ranks", dry=True), TINY[model]
     measure(rank, model, options_of(["--precisions", precision]))
     batch = rank.count * sequences(sizes, rank)
