@@ -144,8 +144,10 @@ def test_statistics_are_those_of_the_values(
 
 
 @kinds
-def test_statistics_beside_a_feature_that_looks(recipe: str, tmp_path: Path) -> None:
-    """In the same call, the feature runs in Python, and kernels compute the statistics."""
+def test_statistics_of_a_weight_whose_dgrad_is_in_high_precision(
+    recipe: str, tmp_path: Path
+) -> None:
+    """The GEMM takes the values of the weight, and kernels compute their statistics."""
     module = fp8_module("linear", "cpu", recipe)
     sections = [
         section("LogTensorStats", tensors=["weight"], stats=["cur_amax"]),
