@@ -1,5 +1,7 @@
 """The collector's buffer: micro-batches, schedules, weights, empty tensors, captured rows."""
 
+import threading
+import time
 import warnings
 
 import pytest
@@ -123,6 +125,28 @@ def test_next_change(schedules: list[Every], changes: list[int | None]) -> None:
 def test_layers_without_statistics_have_none() -> None:
     session = _session()
     assert session.collector.tensor("elsewhere", "activation", torch.device("cpu")) is None
+
+
+def test_threads_that_run_a_layer_first_share_its_statistics() -> None:
+    session = _session()
+    subscriptions, began = session.collector.subscriptions, threading.Barrier(2)
+
+    def slowly(layer: str, tensor: str) -> list[Subscription]:
+        time.sleep(0.05)
+        return subscriptions(layer, tensor)
+
+    def run() -> None:
+        began.wait()
+        session.feed("layer", "activation", torch.ones(4))
+
+    session.collector.subscriptions = slowly
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    session.step()
+    assert session.logged()[0, "layer", "activation"]["l1_norm"] == 8.0
 
 
 def test_empty_tensors_and_tensors_that_did_not_run(device: str) -> None:

@@ -117,16 +117,17 @@ class Collector:
         """
         key = (layer, tensor, device)
         if key in self._tensors:
-            found = self._tensors[key]
-        else:
-            with self._lock:
+            return self._tensors[key]
+        with self._lock:
+            if key not in self._tensors:  # else another thread has made it meanwhile
                 shared, group = tp_size > 1 and tp_group is not None, None
                 if tensor == "weight":
                     group = tp_group if shared and self.weights_over_tp_group else LOCAL
-                found = self._tensors[key] = self._make(layer, tensor, device, group)
+                found = self._make(layer, tensor, device, group)
                 if found is not None and shared:
                     self._share(found, tp_group, replicated)
-        return found
+                self._tensors[key] = found
+            return self._tensors[key]
 
     def of_call(
         self, feature: Any, layer: str, tensor: str, device: torch.device, *ranks: Any
