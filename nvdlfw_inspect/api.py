@@ -164,6 +164,8 @@ def step() -> None:
 def initialize_training_step(train_step: int) -> None:
     """Set the number of the current iteration. Without a session, do nothing.
 
+    Statistics that were taken under another number since the last `step()` are discarded.
+
     Args:
         train_step: The number, from 0. A resumed training passes the step at which it continues.
 

@@ -270,6 +270,18 @@ def test_setting_the_training_step_moves_schedules() -> None:
     assert list(session.logged()) == [(10, "layer", "activation")]
 
 
+@pytest.mark.parametrize("due", [1000, 1001])
+def test_what_was_taken_before_the_training_step_is_set_does_not_count(due: int) -> None:
+    session = _session(layer=moments_of("l1_norm", schedule=Every(freq=due)))
+    session.feed("layer", "activation", torch.full((4,), 100.0))
+    session.manager.iteration = 1000
+    session.collector.moved()
+    for _ in range(2):
+        session.feed("layer", "activation", torch.ones(4))
+        session.step()
+    assert session.logged() == {(due, "layer", "activation"): {"l1_norm": 4.0}}
+
+
 def test_the_account_of_a_session(device: str) -> None:
     session = _session(layer=moments_of("max", schedule=Every(freq=2)))
     for _ in range(4):

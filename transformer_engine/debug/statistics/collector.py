@@ -224,9 +224,9 @@ class Collector:
         return found
 
     def moved(self) -> None:
-        """Called when the program sets the iteration."""
-        with self._lock:
-            self._begin()
+        """Called when the program sets the iteration: what was taken in another does not count."""
+        if self.manager.iteration != self.iteration:
+            self.discard()
 
     def _begin(self) -> None:
         self.iteration = self.manager.iteration
