@@ -32,6 +32,11 @@ def test_weights_are_reduced_over_their_tensor_parallel_group_alone(outcomes) ->
             assert_statistics(found[alone], reference(first[rank]))
 
 
+def test_copies_count_once_if_a_rank_runs_the_layer_later(outcomes) -> None:
+    for found in _both(outcomes, "copies_of_a_layer_that_runs_later"):
+        assert found == [4.0, 4.0, 4.0]
+
+
 def test_a_collective_only_where_something_may_be_due(outcomes) -> None:
     for values, collectives in _both(outcomes, "steps_between"):
         assert values == {0: 8.0, 2: 12.0, 4: 8.0}

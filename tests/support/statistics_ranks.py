@@ -76,6 +76,19 @@ def weights(rank: int) -> Outcome:
     return outcome
 
 
+def copies_of_a_layer_that_runs_later(rank: int) -> Outcome:
+    """In step 0, only rank 0 runs the layer, whose tensor both ranks have alike."""
+    manager = FakeManager({"layer": moments_of("l1_norm")})
+    manager.layer_names = {"layer"}
+    session, group = Session(manager), dist.new_group([0, 1])
+    for iteration in range(3):
+        if rank == 0 or iteration:
+            found = session.collector.tensor("layer", "activation", here(), group, 2, True)
+            found.feed_moments(torch.ones(4, device=here()))
+        session.step()
+    return [values["l1_norm"] for values in session.logged().values()]
+
+
 def steps_between(rank: int) -> Outcome:
     """Only every second step is due. In step 4, only rank 0 feeds a tensor."""
     session = Session(
@@ -157,6 +170,7 @@ SCENARIOS = (
     a_rank_without_tensors,
     layers_in_another_order,
     weights,
+    copies_of_a_layer_that_runs_later,
     steps_between,
     layers_that_come_later,
     different_layers,

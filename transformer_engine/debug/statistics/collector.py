@@ -88,9 +88,10 @@ class Collector:
         self._tensors: dict[_Key, TensorStatistics | None] = {}
         # The modules of a tensor. A tensor that the program passes to a feature itself has none.
         self._owners: dict[_Key, weakref.WeakSet[torch.nn.Module]] = {}
+        self._learned: set[_Key] = set()  # the tensor parallel group of their layers is unknown
         self._tensors_checked = 0  # len(_tensors) when `_forget` last looked
         self._buffers: dict[torch.device, DeviceBuffer] = {}
-        self._reductions = Reductions(manager, self._live, self.tensor)
+        self._reductions = Reductions(manager, self._live, self._learn)
         self._pending: deque[PendingCopy] = deque()
         self._lock = threading.RLock()
         _collectors.add(self)
@@ -116,18 +117,26 @@ class Collector:
             replicated: all ranks of `tp_group` have the same tensor, which counts once.
         """
         key = (layer, tensor, device)
-        if key in self._tensors:
+        if key in self._tensors and key not in self._learned:
             return self._tensors[key]
         with self._lock:
-            if key not in self._tensors:  # else another thread has made it meanwhile
-                shared, group = tp_size > 1 and tp_group is not None, None
-                if tensor == "weight":
-                    group = tp_group if shared and self.weights_over_tp_group else LOCAL
-                found = self._make(layer, tensor, device, group)
-                if found is not None and shared:
-                    self._share(found, tp_group, replicated)
-                self._tensors[key] = found
-            return self._tensors[key]
+            new = key not in self._tensors  # False: learned, or made by another thread meanwhile
+            shared, group = tp_size > 1 and tp_group is not None, None
+            if tensor == "weight":
+                group = tp_group if shared and self.weights_over_tp_group else LOCAL
+            found = self._make(layer, tensor, device, group) if new else self._tensors[key]
+            if found is not None and shared and (new or key in self._learned):
+                self._share(found, tp_group, replicated)
+            self._tensors[key] = found
+            self._learned.discard(key)
+            return found
+
+    def _learn(self, layer: str, tensor: str, device: torch.device) -> None:
+        """Make the statistics of a tensor of a layer that has run on other ranks only."""
+        with self._lock:
+            if (layer, tensor, device) not in self._tensors:
+                self.tensor(layer, tensor, device)
+                self._learned.add((layer, tensor, device))
 
     def of_call(
         self, feature: Any, layer: str, tensor: str, device: torch.device, *ranks: Any

@@ -47,15 +47,16 @@ class GroupRows:
         self.size = len(self.meeting.ranks)
         self.agreed = False
         self._capacity = 0  # rows that each rank sends, including the header
-        self._layout: tuple[int, Layout] | None = None
+        self._layout: tuple[list[tuple[int, ...]], Layout] | None = None
         self._device = torch.device("cpu")
         if dist.get_backend(group) == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
 
     def layout(self, tensors: Sequence[TensorStatistics]) -> Layout:
-        """Return the layout of the group's tensors, made anew when their number changes."""
-        if self._layout is None or self._layout[0] != len(tensors):
-            self._layout = (len(tensors), Layout(tensors, self.meeting.ranks, dist.get_rank()))
+        """Return the layout of the group's tensors, made anew when they or their copies change."""
+        replicas = [tensor.replicas for tensor in tensors]
+        if self._layout is None or self._layout[0] != replicas:
+            self._layout = (replicas, Layout(tensors, self.meeting.ranks, dist.get_rank()))
         return self._layout[1]
 
     def agree(
