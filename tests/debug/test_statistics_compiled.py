@@ -1,5 +1,6 @@
 """Built-in statistics of compiled layers: they equal those of eager mode, as do results."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -347,3 +348,22 @@ def test_an_evaluation_counts_as_in_eager_mode(tmp_path: Path, order: str) -> No
         logs.append(logged(folder))
     assert logs[0] == logs[1]
     assert len(logs[0]) == 2 * (3 if "alone" in order else 6)
+
+
+def test_a_layer_that_is_made_again_after_eager_and_compiled_calls(tmp_path: Path) -> None:
+    call = torch.compile(lambda module, x: module(x), backend="eager")
+    with debugging(tmp_path, section("LogTensorStats", tensors=["activation"], stats=["max"])):
+        for _ in range(2):
+            module = build("Linear", "cpu", params_dtype=torch.float32)
+            for step in (call, torch.nn.Module.__call__):
+                step(module, torch.ones(16, 32)).sum().backward()
+                debug_api.step()
+            del module
+            torch._dynamo.reset()
+            gc.collect()
+            other = build("Linear", "cpu", params_dtype=torch.float32, name="other")
+            other(torch.ones(16, 32))
+            debug_api.step()  # the deleted layer is forgotten
+    found = logged(tmp_path)
+    steps = [i for (i, layer, _), values in found.items() if layer == "layer" and values["max"]]
+    assert steps == [0, 1, 3, 4]

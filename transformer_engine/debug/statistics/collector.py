@@ -248,7 +248,7 @@ class Collector:
         """Drop the tensors of deleted modules, so that programs may create layers in every step.
 
         Tensors whose rows are reduced over ranks stay, because ranks delete modules at different
-        times. Tensors whose rows a captured graph may use stay, too.
+        times. Tensors that a compiled or captured graph may feed stay, too.
         """
         if len(self._tensors) == self._tensors_checked:  # no layer is new
             return
@@ -256,7 +256,8 @@ class Collector:
         gone = [key for key, owners in self._owners.items() if not owners]
         for key in gone:
             found = self._tensors.get(key)
-            if found is None or (found in local and not found.buffer.captured):
+            in_graph = found is not None and (found.in_graph or found.buffer.captured)
+            if found is None or (found in local and not in_graph):
                 del self._owners[key], self._tensors[key]
                 if found is not None:
                     found.free()

@@ -182,5 +182,6 @@ def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
         quantizer.scaling = scaling
     name = f"{layer}, {tensor}, {device}, {dtype}, {scaling} {format}, {evaluating}, {session}"
     if name not in inspector.feeds:
+        statistics.in_graph = True
         inspector.feeds[name] = Feed(statistics, features, quantizer, dtype, evaluating)
     return name

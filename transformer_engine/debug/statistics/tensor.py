@@ -40,6 +40,7 @@ class TensorStatistics:
     Attributes:
         name: names of layer and tensor, and the function that computes the amax over all shards.
         replicas: the ranks that have a copy of the tensor, if several have one.
+        in_graph: whether an operator of a compiled graph feeds the tensor.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class TensorStatistics:
         self.group = group
         self.name = feeds.TensorName(layer, tensor)
         self.replicas: tuple[int, ...] = ()
-        self.due = False
+        self.due = self.in_graph = False
         self.slots: dict[Source, Slot] = {}
         self._schedules: dict[tuple[int, Source], tuple[Any, Asks]] = {}
         for name, source, statistic, schedule in subscriptions:
