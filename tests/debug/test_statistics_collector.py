@@ -258,6 +258,17 @@ def test_no_synchronisation() -> None:
     assert len(session.logged()) == 3
 
 
+@pytest.mark.multi_gpu
+def test_statistics_of_a_device_that_is_behind_the_current_one() -> None:
+    session = _session(layer=moments_of("max"))
+    with torch.cuda.device(1):
+        torch.cuda._sleep(500_000_000)
+    with torch.cuda.device(0):
+        session.feed("layer", "activation", torch.ones(4, device="cuda:1"))
+        session.step()
+        assert session.logged() == {(0, "layer", "activation"): {"max": 1.0}}
+
+
 def test_setting_the_training_step_moves_schedules() -> None:
     session = _session(layer=moments_of("max", schedule=Every(freq=10)))
     session.manager.iteration = 7

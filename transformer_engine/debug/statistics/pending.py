@@ -62,7 +62,7 @@ class PendingCopy:
             self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             self._rows.copy_(rows, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(rows.device))
 
     def is_ready(self, wait: bool) -> bool:
         """Whether the copy has finished."""
