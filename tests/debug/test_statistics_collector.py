@@ -62,7 +62,7 @@ def test_cpu_statistics_are_logged_when_step_returns() -> None:
 
 def test_of_weights_the_first_feed_of_a_step_counts(device: str) -> None:
     session = _session()
-    first, second = torch.randn(32, 16, device=device), torch.randn(32, 16, device=device)
+    first, second = torch.randn(32, 16, device=device), torch.randn(8, 16, device=device)
     for _ in range(2):
         session.feed("layer", "weight", first)
         session.feed("layer", "weight", second)

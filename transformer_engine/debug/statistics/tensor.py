@@ -132,15 +132,13 @@ class TensorStatistics:
         return None if None in ends else max(ends)  # type: ignore[type-var]
 
     def _rows(self, slot: Slot | None, numel: int, captured: bool) -> Rows:
-        if slot is None:
+        if slot is None or not self._open(slot, captured):
             return _NO_ROWS
         if self._once:
             slot.numel = numel
         if captured:
             self.buffer.captured = True
             return slot.row, slot.active
-        if self._ignored or not slot.due or (self._once and slot.fed):
-            return _NO_ROWS
         slot.fed = True
         return slot.row, None
 
