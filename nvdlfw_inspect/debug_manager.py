@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -87,7 +88,7 @@ class DebugManager:
         self._session = session
         self._calls = calls
         self._tensor_reduction_group: Any = None
-        self._draining = False
+        self._draining: set[int] = set()  # threads that are in `flush`
 
     @property
     def epoch(self) -> int:
@@ -264,16 +265,17 @@ class DebugManager:
 
     def flush(self) -> None:
         """Wait for pending statistics, and write everything to the log files."""
-        if self._draining:  # called by a signal handler that interrupted `flush`
+        thread = threading.get_ident()
+        if thread in self._draining:  # called by a signal handler that interrupted `flush`
             return
-        self._draining = True
+        self._draining.add(thread)
         try:
             with ExitStack() as rest:
                 rest.callback(self._session.flush)
                 for wait in reversed(self.drain):
                     rest.callback(wait)
         finally:
-            self._draining = False
+            self._draining.discard(thread)
 
     def end(self) -> None:
         """End the session: drain, tell the listeners, write the logs, drop the features."""

@@ -183,6 +183,24 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path) -> None:
     assert len(statistics(tmp_path)) == 10
 
 
+def test_a_flush_waits_for_that_of_another_thread(initialize: Initialize, tmp_path: Path) -> None:
+    manager, begun, late = initialize(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        late.wait(30)
+
+    manager.drain.append(wait)  # as statistics that a device still computes
+    thread = threading.Thread(target=debug_api.flush)
+    thread.start()
+    begun.wait()
+    manager.log_statistics(0, "fc1", "weight", {"min": 0.1})
+    threading.Timer(0.05, late.set).start()
+    debug_api.flush()
+    assert late.is_set() and len(rows(tmp_path)) == 1
+    thread.join()
+
+
 def test_threads_step_log_and_decide_at_once(initialize: Initialize, tmp_path: Path) -> None:
     @Registry.register_feature(namespace="ns")
     class Mine:
