@@ -147,6 +147,23 @@ def test_the_handler_is_put_back(initialize: Initialize) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_sigterm_drains_after_the_program_has_replaced_the_handler(
+    tmp_path: Path, chained: bool
+) -> None:
+    then = f"""
+earlier = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *got: earlier(*got) if {chained} else os._exit(7))
+debug_api.end_debug()
+debug_api.initialize(log_dir=sys.argv[1])
+debug_api.step()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = run(tmp_path, then)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM if chained else 7, "")
+    assert len(rows(tmp_path)) == 6
+
+
 def test_a_session_may_begin_on_another_thread(initialize: Initialize) -> None:
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=initialize)
