@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from nvdlfw_inspect.engine import engine
@@ -48,6 +49,7 @@ class _Registration:
     namespace: str
     cls: type
     origin: str
+    module: ModuleType | None
 
 
 class Registry:
@@ -133,7 +135,8 @@ class Registry:
     def reset() -> None:
         """Drop all instances and the classes of feature files; classes of modules stay."""
         for id, registration in list(Registry._classes.items()):
-            if not is_importable(registration.cls):
+            module = _module_of(registration.cls)
+            if module is None or module is not registration.module:
                 _forget(id)
         for data in Registry.data.values():
             data.features.clear()
@@ -164,12 +167,12 @@ def import_built_in() -> list[tuple[str, str]]:
     return missing
 
 
-def is_importable(cls: type) -> bool:
-    """Return whether the module of a class is in `sys.modules`.
+def _module_of(cls: type) -> ModuleType | None:
+    """Return what `sys.modules` has under the name of a class's module; None if nothing.
 
-    Modules of feature files are not: they are removed after loading.
+    Modules of feature files are removed from it after loading; another may then have their name.
     """
-    return cls.__module__ in sys.modules
+    return sys.modules.get(cls.__module__)
 
 
 def origin_of(cls: type) -> str:
@@ -192,7 +195,7 @@ def _register(namespace: str, cls: type) -> None:
     id_ = engine().add(rule, apis, _parsing_of(cls), origin)
     if id_ is None:  # cannot be: an earlier class of this name was removed above
         raise RuntimeError(f"[register_feature] {namespace}.{name} is registered twice")
-    Registry._classes[id_] = _Registration(namespace, cls, origin)
+    Registry._classes[id_] = _Registration(namespace, cls, origin, _module_of(cls))
     for api in sorted(apis):
         data.feat_api_to_features.setdefault(api, []).append(name)
 

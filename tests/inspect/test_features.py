@@ -64,11 +64,15 @@ def test_files_import_their_neighbours(initialize: Initialize, directory: Path) 
         debug_api.end_debug()
 
 
-def test_a_file_is_read_anew_by_every_session(initialize: Initialize, directory: Path) -> None:
-    for value in (1, 22):
+def test_a_file_is_read_anew_by_every_session(
+    initialize: Initialize, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (1, 22, 333):
         (directory / "mine.py").write_text(FEATURE.format(name="Mine", value=value))
         initialize({"s": section("Mine")}, feature_dirs=directory)
         assert look() == value
+        if value == 22:  # the program imports another file of this name
+            monkeypatch.setitem(sys.modules, "mine", sys)
         debug_api.end_debug()
 
 
