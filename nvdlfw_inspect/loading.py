@@ -42,8 +42,10 @@ class FeatureLoader:
             yield
         finally:
             _loaders.remove(self)
-            for name in set(sys.modules) - before:
-                if "." not in name and self._is_ours(sys.modules[name]):
+            new = set(sys.modules) - before
+            ours = {name for name in new if "." not in name and self._is_ours(sys.modules[name])}
+            for name in new:
+                if name.partition(".")[0] in ours:  # modules of a package go with it
                     del sys.modules[name]
 
     def load(self, path: str) -> str | None:

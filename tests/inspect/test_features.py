@@ -54,8 +54,13 @@ def test_files_are_found_in_folders(initialize: Initialize, directory: Path) -> 
 
 def test_files_import_their_neighbours(initialize: Initialize, directory: Path) -> None:
     (directory / "a_first.py").write_text(
-        "from z_helper import VALUE, Base\n" + FEATURE.format(name="Mine", value=7) + "\nVALUE\n"
+        "from z_helper import VALUE, Base\nimport z_parts.more\n"
+        + FEATURE.format(name="Mine", value=7)
+        + "\nVALUE, z_parts.more.VALUE\n"
     )
+    (directory / "z_parts").mkdir()
+    (directory / "z_parts" / "__init__.py").touch()
+    (directory / "z_parts" / "more.py").write_text("VALUE = 9\n")
     (directory / "z_helper.py").write_text(FEATURE.format(name="Base", value=8) + "VALUE = 9\n")
     config = {"s": section("Mine"), "t": section("Base", "fc2")}
     for _ in range(2):
