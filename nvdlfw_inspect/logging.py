@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvdlfw_inspect import _engine
-from nvdlfw_inspect.utils import get_distributed_rank, printable, run_all
+from nvdlfw_inspect.utils import get_distributed_rank, integer, printable, run_all
 
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import Session
@@ -177,15 +177,20 @@ def enable_logging_at_current_step(
 
     Both ends of an interval belong to it. An end of -1 means that it has no end.
 
+    Raises:
+        TypeError: `freq`, `start_step` or `end_step` is no integer.
+        ValueError: `freq` is below 1.
+
     Example:
         >>> enable_logging_at_current_step(10, freq=5, start_step=2, end_step=10)
         True
     """
-    written = {
-        "freq": freq,
-        "start_step": start_step,
-        "end_step": end_step,
-        "start_end_list": start_end_list,
-    }
-    said = {key: value for key, value in written.items() if value is not None}
-    return _engine.schedule_of(said).due(current_step)
+    op = "enable_logging_at_current_step"
+    freq = integer(op, "freq", freq)
+    if freq < 1:
+        raise ValueError(f"[{op}] expected freq of 1 or more, got {freq}")
+    ends = {"start_step": start_step, "end_step": end_step}
+    said: dict[str, Any] = {k: integer(op, k, v) for k, v in ends.items() if v is not None}
+    if start_end_list is not None:
+        said["start_end_list"] = start_end_list
+    return _engine.schedule_of({"freq": freq, **said}).due(current_step)

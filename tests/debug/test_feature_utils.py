@@ -35,3 +35,16 @@ def test_every_iteration(start, end, intervals, freq) -> None:
 def test_a_frequency_that_never_comes() -> None:
     with pytest.raises(ValueError, match="freq of 1 or more, got 0"):
         next_enabled_iter(0, 1, None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "schedule"),
+    [
+        ("freq", (0, 1, None, 2.0)),
+        ("start_step", (1.0, 1, None, 2)),
+        ("end_step", (0, 3.0, None, 2)),
+    ],
+)
+def test_what_is_no_integer_is_refused(argument: str, schedule: tuple) -> None:
+    with pytest.raises(TypeError, match=f"expected {argument} as an integer, got float"):
+        next_enabled_iter(*schedule, 3)

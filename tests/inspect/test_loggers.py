@@ -273,6 +273,11 @@ def test_schedules_by_hand() -> None:
     listed = [[0, 1], [5, 6]]
     due = [i for i in range(9) if enable_logging_at_current_step(i, start_end_list=listed)]
     assert due == [0, 1, 5, 6]
+    for wrong in ({"freq": 2.0}, {"start_step": 4.0}, {"end_step": "3"}):
+        with pytest.raises(TypeError, match=f"expected {next(iter(wrong))} as an integer"):
+            enable_logging_at_current_step(3, **wrong)
+    with pytest.raises(ValueError, match="expected freq of 1 or more, got 0"):
+        enable_logging_at_current_step(3, freq=0)
 
 
 def test_show_reads_what_is_there(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nvdlfw_inspect._engine import schedule_of
+from nvdlfw_inspect.utils import integer
 
 
 def next_enabled_iter(
@@ -27,13 +28,17 @@ def next_enabled_iter(
         `(runs now, next)`; `next` is None if the schedule never runs again.
 
     Raises:
+        TypeError: `freq`, `start_step` or `end_step` is no integer.
         ValueError: `freq` is below 1.
 
     >>> next_enabled_iter(2, 6, None, 2, 4), next_enabled_iter(2, 6, None, 2, 6)
     ((True, 6), (True, None))
     """
+    op = "next_enabled_iter"
+    freq = integer(op, "freq", freq)
     if freq < 1:
-        raise ValueError(f"[next_enabled_iter] expected freq of 1 or more, got {freq}")
-    whole = (start_step or 0, -1 if end_step is None else max(end_step, -1))
+        raise ValueError(f"[{op}] expected freq of 1 or more, got {freq}")
+    start = integer(op, "start_step", start_step or 0)
+    whole = (start, -1 if end_step is None else max(integer(op, "end_step", end_step), -1))
     schedule = schedule_of({"freq": freq, "start_end_list": sorted(start_end_list or [whole])})
     return schedule.due(iteration), schedule.next(iteration)
