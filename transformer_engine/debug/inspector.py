@@ -242,7 +242,7 @@ class Inspector:
             module.tp_group,
             module.tp_size,
             is_recompute,
-            next(module.parameters()).device,
+            _device_of(module),
             tensor.tensor.name in replicated_tensors(module.chain.stages, plan.layer),
         )
 
@@ -363,6 +363,14 @@ class Inspector:
         """Called by a compiled graph when it runs; see `fp8.inspector.show_to_inspector`."""
         if feed in self.feeds:
             self.feeds[feed].take(x, rowwise, columnwise)
+
+
+def _device_of(module: TransformerEngineBaseModule) -> torch.device:
+    """Return the device of the parameters, which are plain tensors in a flat parameter of FSDP."""
+    first: torch.Tensor | None = next(module.parameters(), None)
+    if first is None:
+        first = next(x for x in module.chain_parameters()[0] if x is not None)
+    return first.device
 
 
 def _wrapping(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from debug_session import debugging, logged, section
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 
+import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -192,6 +195,31 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _flat(module: nn.Module) -> FullyShardedDataParallel:
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(module, use_orig_params=False, device_id=cpu)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Linear", "split", "LayerNormMLP", "GroupedLinear"])
+def test_flat_parameters_of_fsdp_in_a_session(kind: str, tmp_path: Path) -> None:
+    module = MODULES[kind]()
+    sharded = _flat(module if kind == "GroupedLinear" else nn.Sequential(module))
+    with debugging(tmp_path, section("LogTensorStats", tensors=["weight"], stats=["max"])):
+        run(sharded, torch.randn(8, 4, 32), None)
+        debug_api.step()
+    assert len(logged(tmp_path)) == len(module.gemm_names)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_dtype_with_flat_parameters_of_fsdp() -> None:
+    sharded = _flat(nn.Sequential(MODULES["TransformerLayer"]()))
+    with pytest.raises(TypeError, match="Data types for parameters must match"):
+        sharded(torch.randn(8, 4, 32, dtype=torch.float16))
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore")
 @each_recipe
@@ -199,8 +227,7 @@ def one_rank() -> Iterator[None]:
 def test_flat_parameters_of_fsdp(kind: str, recipe: Any) -> None:
     torch.manual_seed(0)
     plain = MODULES[kind]()
-    cpu = torch.device("cpu")
-    sharded = FullyShardedDataParallel(copy.deepcopy(plain), use_orig_params=False, device_id=cpu)
+    sharded = _flat(copy.deepcopy(plain))
     optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in (plain, sharded)]
     for _ in range(3):
         x = torch.randn(8, 4, 32)

@@ -88,7 +88,9 @@ def _check_values(layer: FlowModule, values: Sequence[torch.Tensor]) -> None:
 
     Called after a part has failed: its error names an argument of the part, not of the layer.
     """
-    kind, like = type(layer).__name__, next(layer.parameters())
+    kind, like = type(layer).__name__, next(layer.parameters(), None)
+    if like is None:  # plain tensors of the parts, in a flat parameter of FSDP
+        return
     for name, x in zip(_VALUES, values, strict=False):
         if x.device != like.device:
             raise ValueError(
