@@ -60,6 +60,12 @@ def test_ranks_that_part_company_later_stop(outcomes) -> None:
         assert "got layer b, tensor activation only on rank 0" in message
 
 
+def test_an_error_of_a_logger_stays_on_its_rank(outcomes) -> None:
+    for rank, (errors, values) in enumerate(_both(outcomes, "a_logger_that_fails")):
+        assert errors == ["disk is full"] * (rank == 0)
+        assert values == [1.0, 2.0, 3.0]
+
+
 def test_sessions_log_what_their_ranks_saw_together(outcomes) -> None:
     expected = reference(*(parts_of(rank)[0] for rank in range(2)))
     for found in _both(outcomes, "a_session"):

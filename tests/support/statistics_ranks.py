@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from statistics_reference import ALL
 from statistics_session import Every, FakeManager, Session, moments_of
 
 import nvdlfw_inspect.api as debug_api
+from transformer_engine.debug.statistics.pending import PendingCopy
 
 Outcome = Any
 LAYER = {"layer": moments_of(*ALL)}
@@ -142,6 +144,28 @@ def different_layers_later(rank: int) -> Outcome:
     return "no error"
 
 
+def a_logger_that_fails(rank: int) -> Outcome:
+    """The logger of rank 0 fails once, while the copies of a step arrive in the next one."""
+    session = Session(FakeManager({"layer": moments_of("max")}))
+    log, errors = session.manager.log_statistics, []
+
+    def failing(iteration: int, *more: Any) -> None:
+        log(iteration, *more)
+        if rank == iteration == 0:
+            raise OSError("disk is full")
+
+    session.manager.log_statistics = failing
+    with patch.object(PendingCopy, "is_ready", lambda copy, wait: wait):
+        for iteration in range(3):
+            session.feed("layer", "activation", torch.full((2,), iteration + 1.0, device=here()))
+            try:
+                session.step()
+            except (OSError, RuntimeError) as error:
+                errors.append(str(error))
+        session.collector.drain()
+    return errors, [values["max"] for values in session.logged().values()]
+
+
 def _step(folder: Path, pattern: str, x: torch.Tensor) -> str:
     """Runs a real session that feeds the tensors of two layers."""
     config = section("LogTensorStats", pattern, tensors=["activation"], stats=list(ALL))
@@ -175,4 +199,5 @@ SCENARIOS = (
     layers_that_come_later,
     different_layers,
     different_layers_later,
+    a_logger_that_fails,
 )

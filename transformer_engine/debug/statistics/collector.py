@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ class Collector:
         self._buffers: dict[torch.device, DeviceBuffer] = {}
         self._reductions = Reductions(manager, self._live, self._learn)
         self._pending: deque[PendingCopy] = deque()
+        self._finished: list[tuple[int, str, str, Any]] = []  # arguments of `log_statistics`
         self._lock = threading.RLock()
         _collectors.add(self)
         self._reasons: set[str] = set()  # why statistics could not be taken
@@ -298,7 +299,9 @@ class Collector:
         reductions = self._reductions
         reductions.meet(self.iteration)
         if reductions.due(self.iteration):
-            self._log(keep=0)  # headers of the last step show whether ranks still agree
+            # Headers of the last step show whether ranks still agree. `step` logs the statistics
+            # after the collectives, from which an error of a logger must not keep this rank.
+            self._read(keep=0)
         sent = reductions.due(self.iteration)
         local = reductions.by_group().get(LOCAL, ())
         if not (sent or any_due(local)):
@@ -338,11 +341,14 @@ class Collector:
 
         An error of a logger is raised after all copies have been logged.
         """
-        finished = self._finished(keep)
-        run_all(functools.partial(self.manager.log_statistics, *one) for one in finished)
+        try:
+            self._read(keep)
+        finally:
+            finished, self._finished = self._finished, []
+            run_all(functools.partial(self.manager.log_statistics, *one) for one in finished)
 
-    def _finished(self, keep: int) -> Iterator[tuple[int, str, str, Any]]:
-        """Iteration, layer, tensor and statistics of finished copies, see `_log`."""
+    def _read(self, keep: int) -> None:
+        """Read the statistics of finished copies, see `_log`."""
         while self._pending and self._pending[0].is_ready(wait=len(self._pending) > keep):
             copy = self._pending.popleft()
             try:
@@ -351,8 +357,7 @@ class Collector:
                 assert copy.shared is not None
                 group, layout = copy.shared[0].group, copy.shared[1]
                 found = [*copy.statistics(self._reductions.agree(group, self.iteration, layout))]
-            for layer, tensor, values in found:
-                yield copy.iteration, layer, tensor, values
+            self._finished += [(copy.iteration, *one) for one in found]
 
     def drain(self) -> None:
         """Wait for all copies and log them."""
