@@ -4,7 +4,7 @@
 set(TE_ALL_CUDA_ARCHS 80-real 86-real 89-real 90a-real 100a-real 120a-real 100-virtual 120-virtual)
 
 # te_cuda_archs(<result>): returns the architectures that TE_CUDA_ARCHS selects. AUTO selects the GPUs of this machine, or all
-# supported architectures if it has no GPU.
+# supported architectures if it has no supported GPU.
 function(te_cuda_archs result)
   set(archs ${TE_CUDA_ARCHS})
   if(archs STREQUAL "AUTO")
@@ -14,6 +14,12 @@ function(te_cuda_archs result)
     list(TRANSFORM here APPEND "-real")
     list(TRANSFORM here REPLACE "^90-" "90a-")
     list(REMOVE_DUPLICATES here)
+    set(supported ${here})
+    list(FILTER supported EXCLUDE REGEX "^[1-7][0-9]-")
+    if(NOT "${here}" STREQUAL "${supported}")
+      message(STATUS "GPUs older than Ampere are not supported, and are left out")
+    endif()
+    set(here ${supported})
     set(archs ${here})
     if(failed OR NOT here)
       set(archs ALL)

@@ -231,6 +231,32 @@ def test_pyproject_names_the_backend():
 
 
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs CMake")
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (["9.0", "9.0"], "90a-real"),
+        (["9.0", "7.5"], "90a-real"),
+        (["7.5"], "80-real;"),
+        ([], "80-"),
+    ],
+)
+def test_gpus_of_this_machine_that_are_supported(tmp_path, gpus, expected):
+    program, script = tmp_path / "nvidia-smi", tmp_path / "archs.cmake"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo {one}\n" for one in gpus))
+    program.chmod(0o755)
+    script.write_text(
+        f"include({ROOT}/cmake/CudaArchitectures.cmake)\nset(TE_CUDA_ARCHS AUTO)\n"
+        'te_cuda_archs(found)\nmessage("got ${found}")\n'
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["cmake", "-P", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"got {expected}" in done.stderr
+    assert ("older than Ampere" in done.stdout) is ("7.5" in gpus)
+    assert "75" not in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs CMake")
 def test_a_missing_compiler_is_told_with_the_command_that_brings_it(tmp_path):
     command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DTE_PYTHON=OFF", "-DTE_CUDA=OFF"]
     environment = {**os.environ, "CXX": str(tmp_path / "g++")}
