@@ -93,7 +93,7 @@ class LogTensorStats(GenericConfigAPIMapper):
             raise ValueError(f"[LogTensorStats] Statistic: {unknown} are not supported")
         gathered = tensor.detach()
         if not skip_reduction:
-            gathered = self._gather(gathered, reduction_group, layer_name)
+            gathered = self._gather(gathered.reshape(-1), reduction_group, layer_name)
         if gathered is None:
             return {}
         values = _statistics(gathered, names)

@@ -77,3 +77,7 @@ def test_sessions_with_different_layers_end_in_an_error_on_both_ranks(outcomes) 
     for message in _both(outcomes, "a_session_with_different_layers"):
         assert "layer a, tensor activation only on rank 0" in message
         assert "layer b, tensor activation only on rank 1" in message
+
+
+def test_scalars_of_ranks_are_logged_together(outcomes) -> None:
+    assert _both(outcomes, "a_scalar") == [{"min": 1.0, "max": 2.0}] * 2

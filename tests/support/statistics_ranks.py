@@ -188,7 +188,20 @@ def a_session_with_different_layers(rank: int, folder: Path) -> Outcome:
     return _step(folder, "ab"[rank], parts_of(rank)[0])
 
 
-SESSIONS = (a_session, a_session_with_different_layers)
+def a_scalar(rank: int, folder: Path) -> Outcome:
+    config = section("LogTensorStats", tensors=["loss"], stats=["min", "max"])
+    config["base"] = config.pop("transformer_engine")
+    with debugging(folder, config):
+        logged = debug_api.log_tensor_stats(
+            layer_name="head",
+            tensor_name="loss",
+            tensor=torch.tensor(rank + 1.0, device=here()),
+            reduction_group=dist.group.WORLD,
+        )
+    return {name: float(value) for name, value in logged.items()}
+
+
+SESSIONS = (a_session, a_session_with_different_layers, a_scalar)
 SCENARIOS = (
     unequal_micro_batches,
     a_rank_without_tensors,
