@@ -127,6 +127,14 @@ def test_layers_without_statistics_have_none() -> None:
     assert session.collector.tensor("elsewhere", "activation", torch.device("cpu")) is None
 
 
+def test_tensors_on_meta_have_none() -> None:
+    session = _session()
+    session.feed("layer", "activation", torch.ones(4, device="meta"))
+    session.feed("layer", "activation", torch.ones(4))
+    session.step()
+    assert session.logged()[0, "layer", "activation"]["l1_norm"] == 4.0
+
+
 def test_threads_that_run_a_layer_first_share_its_statistics() -> None:
     session = _session()
     subscriptions, began = session.collector.subscriptions, threading.Barrier(2)

@@ -169,7 +169,7 @@ class Collector:
         self, layer: str, tensor: str, device: torch.device, group: Any
     ) -> TensorStatistics | None:
         subscriptions = self.subscriptions(layer, tensor)
-        if not subscriptions:
+        if not subscriptions or device.type == "meta":
             return None
         if device not in self._buffers:
             self._buffers[device] = DeviceBuffer(device)
