@@ -283,6 +283,8 @@ def _features() -> dict[str, type]:
 def infer_and_assign_layer_names(model: Any) -> None:
     """Name the layers of a model by their place in it, such as "model.decoder.0.fc1".
 
+    Modules of other libraries keep a `name` that cannot be set: a property, or a child module.
+
     Args:
         model: A `torch.nn.Module`, a wrapper that has it as `module`, or a list of these.
 

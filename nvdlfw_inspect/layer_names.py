@@ -11,7 +11,8 @@ def assign_layer_names(model: Any, named: Callable[[str], None]) -> None:
     """Set `name` of every module to its attribute path, such as "model.decoder.0.fc1".
 
     A child of a ModuleList is named by its `layer_number` if it has one, else by its index. If two
-    children of the list would get the same name, all of them are named by their indices.
+    children of the list would get the same name, all of them are named by their indices. Modules of
+    other libraries whose `name` cannot be set keep it.
 
     Raises:
         ValueError: `model` is no module, no wrapper with a `module`, and no list of these.
@@ -36,8 +37,12 @@ def _unwrap(model: Any) -> Any:
 def _assign(module: Any, name: str, named: Callable[[str], None]) -> None:
     module_list = importlib.import_module("torch.nn").ModuleList
     if not isinstance(module, module_list):
-        module.name = name
-        named(name)
+        try:
+            module.name = name
+        except (AttributeError, TypeError):  # a property, or a child module
+            pass
+        else:
+            named(name)
     children = dict(module.named_children())
     keys = _numbers(children) if isinstance(module, module_list) else list(children)
     for key, child in zip(keys, children.values(), strict=True):

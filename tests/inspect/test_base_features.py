@@ -101,6 +101,18 @@ def test_models_are_named(initialize: Initialize, tmp_path: Path) -> None:
         debug_api.infer_and_assign_layer_names(3)
 
 
+def test_modules_whose_name_cannot_be_set_keep_it(initialize: Initialize, tmp_path: Path) -> None:
+    class Fixed(torch.nn.Module):
+        name = property(lambda self: "fixed")
+
+    initialize()
+    fixed, parent = Fixed(), torch.nn.Module()
+    fixed.head, parent.name = torch.nn.Linear(2, 2), fixed
+    debug_api.infer_and_assign_layer_names(parent)
+    assert (parent.name, fixed.name, fixed.head.name) == (fixed, "fixed", "model.name.head")
+    assert sum("Assigned layer name" in line for line in messages(tmp_path)) == 1
+
+
 @pytest.mark.parametrize(
     ("numbers", "names"), [((None, None), "01"), ((3, 3), "01"), ((2, 1), "21")]
 )
