@@ -78,7 +78,7 @@ class TEDefaultFeatures(Protocol):
     - `tensor_name`: activation, weight, gradient, output, wgrad or dgrad.
     - `tensor`: the tensor in high precision; in `inspect_tensor_postquantize`, the operand of the
       GEMM or its modified result.
-    - `iteration`: how often `debug_api.step()` was called.
+    - `iteration`: the current iteration, which `debug_api.step()` increases by one.
     - `default_quantizer`: the quantizer of the recipe, which casts the tensor if no feature does;
       None without FP8.
     - `tp_group`: tensor parallel group of the layer (not the reduction group), of `tp_size` ranks;

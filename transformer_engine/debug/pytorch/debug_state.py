@@ -21,6 +21,6 @@ class TEDebugState(metaclass=_Readable):
 
     @staticmethod
     def get_iteration() -> int:
-        """How often `debug_api.step()` was called in the running session; 0 without one."""
+        """Return the current iteration, which `debug_api.step()` increases; 0 without a session."""
         inspector = process_state().inspector
         return 0 if inspector is None else int(inspector.iteration)
