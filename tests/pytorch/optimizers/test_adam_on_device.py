@@ -226,6 +226,18 @@ def test_resumed_runs_take_the_same_steps(device):
         assert_bitwise(one.detach(), other.detach())
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_fp32_parameters_follow_their_masters(capturable, device):
+    """Which they have since their model was in bf16."""
+    own = nn.Linear(16, 1, bias=False).to(device, torch.bfloat16)
+    optimizer = FusedAdam(own.parameters(), lr=0.1, master_weights=True, capturable=capturable)
+    for _ in range(2):
+        give_gradients([own.weight], torch.Generator())
+        optimizer.step()
+        own.float()
+    assert_bitwise(own.weight.detach(), optimizer.state[own.weight]["master_param"])
+
+
 def test_written_tensors_count_their_writes():
     """Which autograd and caches of transposes look at."""
     own = parameters()

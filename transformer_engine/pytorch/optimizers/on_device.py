@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
-from transformer_engine.pytorch.optimizers.parts import Part, fp32_value
+from transformer_engine.pytorch.optimizers.parts import Part, fp32_value, write_plain
 from transformer_engine.pytorch.parallel.dtensors import local_part
 from transformer_engine.pytorch.tensor.writing import takes_amax
 
@@ -78,7 +78,6 @@ def step_on_device(
             [amax for i in members if (amax := amaxes[i]) is not None],
         )
         adam(tensors, steps, rate, factor, rules, found_inf)
-    for (_, local, piece), value in zip(parts, values, strict=True):
-        if piece is None and not local.is_contiguous():
-            local.copy_(value)
+        if weight_dtype is None:
+            write_plain([parts[i] for i in members], [values[i] for i in members])
     return values, amaxes

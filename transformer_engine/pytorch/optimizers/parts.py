@@ -125,11 +125,16 @@ def initial_master(part: Part, clears: bool) -> torch.Tensor:
 
 
 def write_values(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
-    """Round values into parts of other dtypes; FP8 weights are written together."""
+    """Round values into parts; FP8 weights are written together."""
+    write_plain(parts, values)
+    write_quantized(parts, values)
+
+
+def write_plain(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
+    """Round values into parts that are not in FP8; some values may be the parts themselves."""
     for (_, local, piece), value in zip(parts, values, strict=True):
         if piece is None and value is not local:
             local.copy_(value)
-    write_quantized(parts, values)
 
 
 def write_quantized(
