@@ -30,6 +30,23 @@ def test_a_loaded_state_does_not_choose_the_kernel(device):
     assert_bitwise(half.detach(), torch.full_like(half.detach(), 0.5))
 
 
+@pytest.mark.parametrize(
+    "conversion", [{"dtype": torch.bfloat16}, {"memory_format": torch.channels_last}]
+)
+def test_modules_are_converted_behind_the_optimizer(conversion, device):
+    """And have parameters then that the fused kernel does not step, or not on each device."""
+    layer = nn.Conv2d(4, 4, 4, bias=False, device=device)
+    optimizer = FusedSGD(layer.parameters(), lr=0.5)
+    layer.to(**conversion)
+    before = layer.weight.detach().clone()
+    scaler = torch.amp.GradScaler(device, init_scale=2.0)
+    values = torch.arange(256.0, device=device).view(4, 4, 4, 4)
+    scaler.scale((layer.weight * values).sum()).backward()
+    layer.weight.grad = layer.weight.grad.contiguous()
+    scaler.step(optimizer)
+    assert_bitwise(layer.weight.detach(), before - 0.5 * values.to(before.dtype))
+
+
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_first_gradients_may_come_late(dtype, dampening, device):

@@ -72,28 +72,11 @@ class FusedSGD(torch.optim.SGD):
             wd_after_momentum=(wd_after_momentum, False),
             set_grad_none=(set_grad_none is not False, True),
         )
-        super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov=nesterov, fused=True
-        )
-        self._choose_kernels()
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov=nesterov)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also of `torch.optim.SGD`; kernels are chosen for the parameters here.
-
-        Args:
-            state_dict: returned by `state_dict`.
-        """
-        super().load_state_dict(state_dict)
-        self._choose_kernels()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as `torch.optim.Optimizer` does.
-
-        Args:
-            param_group: `params`, and settings that differ from the defaults.
-        """
-        super().add_param_group(param_group)
-        self._choose_kernels()
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
+        return all(map(_takes_fused, self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -111,6 +94,8 @@ class FusedSGD(torch.optim.SGD):
         """
         loss = loss_of(closure)
         for group in self.param_groups:
+            # At each step, because a conversion of the module changes the parameters.
+            group["fused"], group["foreach"] = _takes_fused(group), None
             # In one call of the fused kernel, all parameters must have a momentum, or none.
             new: list[torch.Tensor] = []
             known: list[torch.Tensor] = []
@@ -153,10 +138,9 @@ class FusedSGD(torch.optim.SGD):
         for state, momentum in zip(states, momenta, strict=True):
             state[_MOMENTUM] = momentum
 
-    def _choose_kernels(self) -> None:
-        for group in self.param_groups:
-            group["fused"], group["foreach"] = all(map(_fused_steps, group["params"])), None
-        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
+
+def _takes_fused(group: dict[str, Any]) -> bool:
+    return all(map(_fused_steps, group["params"]))
 
 
 def _fused_steps(parameter: torch.Tensor) -> bool:
