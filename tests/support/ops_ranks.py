@@ -12,6 +12,7 @@ from rank_device import here
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.optimizers import clip_factor
 
 ROWS, HIDDEN, FFN = 16, 32, 64
 PRECISIONS: dict[str, tuple[bool, float]] = {"fp32": (False, 1e-5), "fp8": (True, 0.1)}
@@ -177,10 +178,21 @@ def _mlp(sequence: bool, fp8: bool) -> Callable[[int], None]:
     return run
 
 
+def norm_of_a_shared_bias(rank: int) -> None:
+    """It has the gradients of both ranks' parts."""
+    device: Any = here()
+    shared = {"tensor_parallel": True, "tensor_parallel_group": dist.group.WORLD}
+    bias = ops.Bias(4, device=device, **shared).bias
+    bias.grad = torch.full_like(bias, 3.0 + rank)
+    norm, _ = clip_factor([bias], 1.0, dist.group.WORLD)
+    torch.testing.assert_close(norm.item(), (2 * 3.0**2 + 2 * 4.0**2) ** 0.5)
+
+
 SCENARIOS: dict[str, Callable[[int], None]] = {
     "all-gather": all_gather,
     "reduce-scatter": reduce_scatter,
     "all-reduce": all_reduce,
+    "norm of a shared bias": norm_of_a_shared_bias,
 }
 for _precision, (_fp8, _) in PRECISIONS.items():
     for _sequence in (False, True):

@@ -14,11 +14,8 @@ from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.module import linear
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import check_tensors
-from transformer_engine.pytorch.module.parameters import (
-    ParameterSet,
-    ParameterSpec,
-    params_dtype_of,
-)
+from transformer_engine.pytorch.module.parallel_mode import SharedLinear
+from transformer_engine.pytorch.module.parameters import ParameterSet, params_dtype_of
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
@@ -175,10 +172,11 @@ class Bias(FusibleOperation):
         super().__init__()
         check_sizes("Bias", None, size=size)
         ranks = TensorParallel("Bias", "bias", tensor_parallel_group, 1)
-        self.size = ranks.share("size", size) if tensor_parallel else size
+        shared = SharedLinear("column" if tensor_parallel else None, ranks)
+        self.size = shared.outputs("size", size)
         self._parameter_set = ParameterSet(None)
-        spec = ParameterSpec("bias", (self.size,), nn.init.zeros_)
-        self._parameter_set.create(self, [spec], params_dtype_of(None, dtype), device)
+        specs = [shared.bias("bias", self.size)]
+        self._parameter_set.create(self, specs, params_dtype_of(None, dtype), device)
 
     def reset_parameters(self) -> None:
         """Set the bias to zero; a bias on meta gets memory first."""
