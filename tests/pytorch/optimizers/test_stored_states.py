@@ -146,3 +146,29 @@ def test_states_are_set_in_fp32(device) -> None:
     optimizer.set_scaled_state(weight, "master_param", value)
     assert_bitwise(optimizer.get_unscaled_state(weight, "master_param"), value)
     assert torch.equal(weight.detach(), value.bfloat16())
+
+
+def test_hooks_of_load_state_dict(device) -> None:
+    """The first may replace the states, also of torch's kind; the second sees those in fp32."""
+    members = parameters(device, torch.bfloat16)
+    theirs = torch.optim.AdamW(members)
+    step(theirs, members, 0)
+    optimizer = FusedAdam(members)
+
+    def replace(_, saved):
+        states = {
+            number: {**state, "exp_avg": torch.full(state["exp_avg"].shape, 0.1)}
+            for number, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
+
+    found = []
+    optimizer.register_load_state_dict_pre_hook(replace)
+    optimizer.register_load_state_dict_post_hook(
+        lambda own: found.extend(own.state[p]["exp_avg"].clone() for p in members)
+    )
+    optimizer.load_state_dict(theirs.state_dict())
+    for member, value in zip(members, found, strict=True):
+        assert_bitwise(value, torch.full(member.shape, 0.1))
+        assert_bitwise(optimizer.state[member]["exp_avg"], value)
+    assert optimizer.param_groups[0]["step"] == 1

@@ -36,7 +36,7 @@ from transformer_engine.pytorch.optimizers.parts import (
     write_values,
     zeros_for,
 )
-from transformer_engine.pytorch.optimizers.states import check_shapes, portions, steps_of_groups
+from transformer_engine.pytorch.optimizers.states import fp32_states, portions
 from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates
 from transformer_engine.pytorch.parallel.dtensors import local_part
 
@@ -387,12 +387,5 @@ class FusedAdam(torch.optim.Optimizer):
             ValueError: a state of another shape than its parameter, or of another type than dict;
                 parameters of a group that have taken different numbers of steps.
         """
-        state_dict = steps_of_groups(state_dict, self.bias_correction)
-        check_shapes(self.param_groups, state_dict)
-        super().load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], saved["params"], strict=True):
-                for name, value in state_dict["state"].get(number, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        self.state[parameter].pop(name)
-                        self._overwrite(parameter, name, value)
+        with fp32_states(self, self._overwrite):
+            super().load_state_dict(dict(state_dict))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -10,6 +11,44 @@ import torch
 
 from transformer_engine.pytorch.optimizers.arguments import refuse_settings
 from transformer_engine.pytorch.optimizers.stored_states import STATES
+
+
+@contextmanager
+def fp32_states(
+    optimizer: Any, overwrite: Callable[[torch.Tensor, str, torch.Tensor], None]
+) -> Iterator[None]:
+    """Let `torch.optim.Optimizer.load_state_dict` take state dicts of both kinds, and keep fp32.
+
+    Hooks do this after the program's own hooks for state dicts, and before those for the result.
+
+    Args:
+        optimizer: the `FusedAdam`.
+        overwrite: replaces a tensor of a parameter's state by a value, without a cast.
+    """
+    loaded: dict[str, Any] = {}
+
+    def convert(_: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        loaded.update(steps_of_groups(state_dict, optimizer.bias_correction))
+        check_shapes(optimizer.param_groups, loaded)
+        return loaded
+
+    def overwrite_all(_: Any) -> None:
+        for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for name, value in loaded["state"].get(number, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        optimizer.state[parameter].pop(name)
+                        overwrite(parameter, name, value)
+
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(convert),
+        optimizer.register_load_state_dict_post_hook(overwrite_all, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def steps_of_groups(state_dict: Mapping[str, Any], bias_correction: bool) -> dict[str, Any]:
