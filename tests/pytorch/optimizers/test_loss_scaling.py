@@ -217,6 +217,17 @@ def test_what_is_refused(device):
     optimizer.step()  # without the scaler
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_error_leaves_no_scale_to_later_steps(scaled, device):
+    own = nn.Parameter(torch.ones(4, device=device))
+    optimizer, scaler = FusedAdam([own], betas=(0.5, 0.5), capturable=True), scaler_on(device)
+    own.grad = torch.full_like(own, 64.0 if scaled else 1.0)
+    with pytest.raises(TypeError, match="grad_factor"):
+        scaler.step(optimizer, grad_factor=1.0)
+    (scaler.step if scaled else FusedAdam.step)(optimizer)
+    assert_bitwise(optimizer.state[own]["exp_avg"], torch.full_like(own.detach(), 0.5))
+
+
 def test_the_kernel_raises_amaxes_of_what_it_leaves(device):
     values = [torch.randn(shape, device=device) for shape in SHAPES]
     before = [v.clone() for v in values]

@@ -180,6 +180,7 @@ class FusedAdam(torch.optim.Optimizer):
         return outside_of_graphs(self._step_all, closure, grad_scaler, grad_factor)
 
     @torch.no_grad()
+    @loss_scaling.forgets_scale
     def _step_all(
         self, closure: Callable[[], Any] | None, grad_scaler: Any, grad_factor: torch.Tensor | None
     ) -> Any:

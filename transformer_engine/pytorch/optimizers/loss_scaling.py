@@ -6,6 +6,7 @@ infinite gradient has to be skipped. Both happen in the kernel of the step where
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -24,6 +25,24 @@ def hides_scaler(step: F) -> F:
     shown = [one for name, one in signature.parameters.items() if name != "grad_scaler"]
     step.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return step
+
+
+def forgets_scale(step: F) -> F:
+    """Remove what `GradScaler.step` has set if a step raises: the scaler itself does not then.
+
+    Otherwise later steps would divide gradients by that scale, too.
+    """
+
+    @functools.wraps(step)
+    def call(optimizer: Any, *args: Any) -> Any:
+        try:
+            return step(optimizer, *args)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 def takes_scaled(optimizer: Any) -> bool:
@@ -86,8 +105,6 @@ def scaling_of(
     """
     scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if found_inf is not None and optimizer.use_decoupled_grad:
-        for name in ("grad_scale", "found_inf"):  # the scaler does not remove them after an error
-            vars(optimizer).pop(name, None)
         raise NotImplementedError(
             "[FusedAdam] expected gradients in parameter.grad with a GradScaler, which looks for"
             " inf there, got use_decoupled_grad=True"
