@@ -13,6 +13,7 @@ from transformer_engine.pytorch.tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
+    float8_tensor,
 )
 
 
@@ -105,6 +106,26 @@ def test_writing_in_place_quantises_again(device: str) -> None:
     assert isinstance(q, Float8Tensor) and q._transpose is None
     assert_bitwise(q.dequantize(), expected)
     assert_bitwise(q.transposed_codes(), q._data.T.contiguous())
+
+
+def test_transposed_codes_follow_writes_in_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        x, q = make(device)
+        q.transposed_codes()
+        q.data.copy_(-x)
+        assert_bitwise(q.transposed_codes(), q._data.T.contiguous())
+
+
+def test_transposed_codes_are_made_anew_in_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a capture have not run yet, and replays come after other writes."""
+    first, second = (make("cpu")[1] for _ in range(2))
+    known = first.transposed_codes()
+    second.update_usage(columnwise_usage=False)
+    with monkeypatch.context() as capture:
+        capture.setattr(float8_tensor, "is_capturing", lambda: True)
+        assert first.transposed_codes() is not known
+        assert_bitwise(second.transposed_codes(), second._data.T.contiguous())
+    assert first.known_transpose is known and second._transpose is None
 
 
 def test_copying_both_ways(device: str) -> None:

@@ -168,14 +168,18 @@ def test_data_of_a_parameter(kind, device):
 # ---- Pieces of masters ----
 
 
-def test_codes_move_into_a_buffer(device):
+@pytest.mark.parametrize("is_view", [False, True])
+def test_codes_move_into_a_buffer(is_view, device):
     x, buffer = values(device, 16, 32), torch.empty(600, dtype=torch.uint8, device=device)
     tensor = Float8CurrentScalingQuantizer(E4M3)(x)
+    tensor = tensor.view(16, 32) if is_view else tensor
     before, transposed = tensor.dequantize(), tensor.transposed_codes().clone()
     replace_raw_data(tensor, buffer[40 : 40 + 512].view(16, 32))
     assert_bitwise(tensor.dequantize(), before)
     assert tensor._data.data_ptr() == buffer.data_ptr() + 40
     assert torch.equal(tensor.transposed_codes(), transposed)
+    buffer[41] = 0  # the buffer counts it
+    assert tensor.transposed_codes()[1, 0] == 0
     buffer[40] = 0  # as a gather writes
     post_all_gather_processing([tensor])
     assert tensor.transposed_codes()[0, 0] == 0

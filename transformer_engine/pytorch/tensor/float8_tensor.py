@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
@@ -150,11 +151,8 @@ class Float8Tensor(ShardableTensor):
 
     @property
     def known_transpose(self) -> torch.Tensor | None:
-        """The cached transposed codes; None if there are none, or the codes were written since.
-
-        Also None for CPU codes in shared memory, which another process may have written.
-        """
-        current = self._transpose_version == self._writes and not self._in_processes()
+        """The cached transposed codes; None if the codes may have been written since."""
+        current = self._transpose_version == self._writes and not self._is_uncounted()
         return self._transpose if current else None
 
     @property
@@ -163,16 +161,22 @@ class Float8Tensor(ShardableTensor):
         counts = self._data if self._whole is None else self._whole
         return 0 if counts.is_inference() else counts._version
 
-    def _in_processes(self) -> bool:
-        return self._data.is_cpu and self._data.untyped_storage().is_shared()
+    def _is_uncounted(self) -> bool:
+        """Whether nothing tells of writes to the codes.
+
+        This holds for inference tensors, for CPU codes in shared memory, which other processes may
+        write, and in a CUDA graph capture, whose replays come after other writes.
+        """
+        in_processes = self._data.is_cpu and self._data.untyped_storage().is_shared()
+        return in_processes or self._data.is_inference() or is_capturing()
 
     def transposed_codes(self) -> torch.Tensor:
-        """Codes `[cols, rows]`, cached until the values change; not cached in shared memory."""
+        """Codes `[cols, rows]`, cached until the values change if all writes are counted."""
         known = self.known_transpose
         if known is None:
             known = transpose(self._data.contiguous())
-            self._transpose = None if self._in_processes() else known
-            self._transpose_version = self._writes
+            if not self._is_uncounted():
+                self._transpose, self._transpose_version = known, self._writes
         return known
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Float8Tensor:
@@ -190,7 +194,7 @@ class Float8Tensor(ShardableTensor):
     ) -> None:
         """Make or drop the transposed codes; the codes themselves always stay.
 
-        Transposed codes of codes in shared memory are never cached.
+        Transposed codes are never cached for codes in shared memory, nor for inference tensors.
         """
         if columnwise_usage:
             self.transposed_codes()

@@ -63,6 +63,7 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         )
     new_raw_data.detach().copy_(codes)
     setattr(tensor, name, new_raw_data)
+    tensor._whole = None  # it is no view any more
     post_all_gather_processing([tensor])
 
 
