@@ -251,10 +251,11 @@ def test_scaled_lists(pair, device):
         assert_bitwise(y, (x.float() * 3.0).to(wanted))
     assert found.item() == 0
     factor = torch.tensor([0.5], device=device)
-    halves = [(y.float() * 0.5).to(wanted) for y in outputs]
-    multi_tensor_applier(multi_tensor_scale_tensor, found, [outputs, outputs], factor)
-    for y, half in zip(outputs, halves, strict=True):
-        assert_bitwise(y, half)
+    for op in (multi_tensor_scale, multi_tensor_scale_tensor):
+        halves = [(y.float() * 0.5).to(wanted) for y in outputs]
+        multi_tensor_applier(op, found, [outputs, outputs], factor)
+        for y, half in zip(outputs, halves, strict=True):
+            assert_bitwise(y, half)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

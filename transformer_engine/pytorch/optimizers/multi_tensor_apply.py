@@ -61,6 +61,8 @@ def multi_tensor_scale(
     inputs, outputs = tensor_lists
     if not inputs:
         return
+    if isinstance(scale, torch.Tensor):
+        scale = scale.reshape(())
     with torch.no_grad():
         largest = torch.stack(torch._foreach_norm(list(inputs), torch.inf, dtype=torch.float32))
         noop_flag |= (~largest.isfinite()).any().to(noop_flag.dtype)
@@ -89,7 +91,7 @@ def multi_tensor_scale_tensor(
     >>> values
     [tensor([4., 4.])]
     """
-    multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale.reshape(()))
+    multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale)
 
 
 def multi_tensor_l2norm(
