@@ -31,6 +31,16 @@ def test_one_rank_is_the_identity(kind: type[ops.FusibleOperation]) -> None:
 
 
 @pytest.mark.parametrize("kind", [ops.AllGather, ops.ReduceScatter, ops.AllReduce])
+def test_copies_keep_hooks(kind: type[ops.FusibleOperation]) -> None:
+    operation, seen = kind().eval(), []
+    operation.register_forward_hook(lambda *_: seen.append(1))
+    for one in copy.deepcopy([operation, operation]):
+        assert not one.training
+        one(torch.ones(2))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("kind", [ops.AllGather, ops.ReduceScatter, ops.AllReduce])
 def test_refusals(kind: type[ops.FusibleOperation]) -> None:
     with pytest.raises(TypeError, match=rf"\[{kind.__name__}\] expected process_group to be a"):
         kind("group")

@@ -9,6 +9,7 @@ AllReduce       all-reduce       -
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -51,9 +52,11 @@ class _Collective(FusibleOperation):
             group = dist.group.WORLD
         return group, group_size(group)
 
-    def __deepcopy__(self, memo: object) -> _Collective:
-        copy = type(self)(self.process_group)
-        copy.train(self.training)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Collective:
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        state = deepcopy(self.__getstate__(), memo)
+        copy.__dict__.update(state, process_group=self.process_group)
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
