@@ -201,6 +201,23 @@ def test_views_share_one_copy() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("part", [torch.conj, lambda y: y.conj().imag], ids=["conj", "neg"])
+def test_bits_beside_the_memory(part) -> None:
+    """Conjugates and negatives are views, of which only a bit of the tensor tells."""
+    offload = Offload(1, 2, True, True, Memory())
+    x = torch.randn(4, 32, dtype=torch.complex64, requires_grad=True)
+    found = []
+    for on in (False, True):
+        with offload if on else nullcontext():
+            y = part(x * 1j) * part(x)
+        offload.synchronize()
+        with offload if on else nullcontext():
+            y = y * 2
+        offload.synchronize()
+        found.append(torch.autograd.grad(y.abs().sum(), x)[0])
+    assert torch.equal(*found)
+
+
 def test_in_place_changes_are_refused() -> None:
     offload = Offload(1, 2, True, True, Memory())
     x = torch.randn(4, 32, requires_grad=True)

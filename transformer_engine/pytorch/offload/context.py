@@ -206,6 +206,7 @@ class Offload:
             wanted
             and type(x) is torch.Tensor
             and not isinstance(x, nn.Parameter)
+            and not (x.is_conj() or x.is_neg())  # which the memory does not say
             and x.numel() * x.itemsize >= LEAST_BYTES
             and x.layout is torch.strided
             and not getattr(x, "never_offloaded", False)
