@@ -244,6 +244,17 @@ def test_marked_tensors_stay() -> None:
     assert memory.done == []
 
 
+def test_parameters_stay() -> None:
+    """Of which `nn.Linear` saves a view."""
+    memory = Memory()
+    offload = Offload(1, 2, True, True, memory)
+    x, layer = torch.randn(4, 32, requires_grad=True), nn.Linear(32, 32)
+    with offload:
+        y = layer(x)
+    offload.synchronize()
+    assert y.grad_fn is not None and memory.alive == x.nbytes
+
+
 def test_on_the_cpu_nothing_happens(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=2)

@@ -202,10 +202,11 @@ class Offload:
 
     def _takes(self, x: torch.Tensor) -> bool:
         wanted = self.weights if getattr(x, "weight_offloading", False) else self.activations
+        origin = x if x._base is None else x._base  # nn.Linear saves a view of its weight
         return (
             wanted
             and type(x) is torch.Tensor
-            and not isinstance(x, nn.Parameter)
+            and not isinstance(origin, nn.Parameter)
             and not (x.is_conj() or x.is_neg())  # which the memory does not say
             and x.numel() * x.itemsize >= LEAST_BYTES
             and x.layout is torch.strided
