@@ -145,6 +145,7 @@ def refused(**changes: object) -> Callable[[], object]:
         (refused(align_size=0), ValueError, "expected align_size >= 1, got 0"),
         (refused(align_size=1.5), TypeError, "expected align_size to be an int"),
         (refused(tokens_per_expert=torch.ones(3)), ValueError, r"of shape \(4,\).*got \(3,\)"),
+        (refused(tokens_per_expert=[4.0, 8.0, 0.0, 5.0]), TypeError, "integers, got torch.float32"),
         (refused(tokens_per_expert=[4, 8, 0, 4]), ValueError, r"=\[4, 8, 0, 5\]"),
     ],
 )

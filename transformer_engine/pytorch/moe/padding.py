@@ -44,7 +44,7 @@ def moe_permute_and_pad_with_probs(
     Raises:
         ValueError: no `tokens_per_expert`, or another number of them than of experts; `align_size`
             below 1; see `moe_permute_with_probs`. On a CPU, numbers that differ from the map's.
-        TypeError: `align_size` is not an int; see `moe_permute`.
+        TypeError: `align_size` is not an int, `tokens_per_expert` not integers; see `moe_permute`.
 
     >>> probs = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     >>> rows, weights, row_id_map, pad_offsets, padded = moe_permute_and_pad_with_probs(
@@ -64,6 +64,8 @@ def moe_permute_and_pad_with_probs(
             f"[{op}] expected tokens_per_expert of shape {tuple(routing_map.shape[1:])}, one for "
             f"each expert, got {tuple(counts.shape)}"
         )
+    if counts.is_floating_point():
+        raise TypeError(f"[{op}] expected tokens_per_expert to be integers, got {counts.dtype}")
     if can_read(routing_map) and not torch.equal(counts.cpu().long(), routing_map.bool().sum(0)):
         raise ValueError(
             f"[{op}] expected tokens_per_expert={routing_map.bool().sum(0).tolist()}, the sums of "
