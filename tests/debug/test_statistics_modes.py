@@ -186,3 +186,15 @@ def test_a_captured_layer(tmp_path: Path, fp8: bool, capture_when_due: bool) -> 
             ("weight", (layer.weight,)),
         ):
             assert_statistics(found[iteration, "layer", tensor], reference(*seen))
+
+
+def test_another_default_device(tmp_path: Path, device: str) -> None:
+    """Tensors on the host are made there in any case."""
+    layer = te.Linear(32, 32, device=device, name="layer")
+    x = torch.randn(16, 32, device=device)
+    with torch.device("cuda" if device == "cuda" else "meta"), debugging(tmp_path, everything()):
+        for _ in range(2):
+            layer(x).sum().backward()
+            debug_api.step()
+    for iteration in range(2):
+        assert_statistics(logged(tmp_path)[iteration, "layer", "activation"], reference(x))

@@ -7,6 +7,7 @@ Each row has an int32 flag, which the kernels of a graph read: if it is zero, th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,6 +48,11 @@ class Slot:
         return bool(self.asks)
 
 
+def on_host(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in host memory, also under `torch.set_default_device`."""
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to a device without waiting for the device."""
     if device.type == "cuda":
@@ -56,7 +62,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 class _Chunk:
     def __init__(self, device: torch.device) -> None:
-        neutral = torch.tensor([empty_row(kind) for kind in Kind], dtype=torch.float64)
+        neutral = on_host([empty_row(kind) for kind in Kind], torch.float64)
         self.neutral = to_device(neutral, device)
         self.empty = torch.zeros(CHUNK, WIDTH, dtype=torch.float64, device=device)
         self.rows = torch.zeros_like(self.empty)
@@ -123,7 +129,7 @@ class DeviceBuffer:
             return
         self._flags = flags
         for number, chunk in enumerate(self._chunks):
-            own = torch.tensor(flags[number * CHUNK :][: chunk.used], dtype=torch.int32)
+            own = on_host(flags[number * CHUNK :][: chunk.used], torch.int32)
             chunk.active[: chunk.used].copy_(to_device(own, self.device))
 
     def take(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from transformer_engine.debug.statistics.buffer import Slot, to_device
+from transformer_engine.debug.statistics.buffer import Slot, on_host, to_device
 from transformer_engine.debug.statistics.rows import WIDTH, empty_row
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.debug.statistics.tensor import TensorStatistics
@@ -46,17 +46,17 @@ class Layout:
         )
         self.names = tuple(row for row, _, _, _ in found)
         slots = [slot for _, _, slot, _ in found]
-        self.kinds = torch.tensor([slot.kind for slot in slots], dtype=torch.int64)
+        self.kinds = on_host([slot.kind for slot in slots], torch.int64)
         self.place: Mapping[Slot, int] = {slot: at for at, slot in enumerate(slots)}
         self.digest = digest("\n".join(map(str, self.names)))
         self._positions: dict[torch.device, torch.Tensor] = {}
         for device in dict.fromkeys(device for _, device, _, _ in found):
             own = [slot.position for _, other, slot, _ in found if other == device]
-            self._positions[device] = to_device(torch.tensor(own, dtype=torch.int64), device)
+            self._positions[device] = to_device(on_host(own, torch.int64), device)
         # If several ranks have the same tensor, one sends its row, and the others send empty rows.
         self._left_out = [at for at, (_, _, _, counts) in enumerate(found) if not counts]
         empty = [empty_row(slots[at].kind) for at in self._left_out]
-        self._empty = torch.tensor(empty, dtype=torch.float64).view(-1, WIDTH)
+        self._empty = on_host(empty, torch.float64).view(-1, WIDTH)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -71,7 +71,7 @@ class Layout:
             return torch.empty(0, WIDTH, dtype=torch.float64, device=on)
         rows = torch.cat(parts)
         if self._left_out:
-            at = to_device(torch.tensor(self._left_out, dtype=torch.int64), on)
+            at = to_device(on_host(self._left_out, torch.int64), on)
             rows.index_copy_(0, at, to_device(self._empty, on))
         return rows
 

@@ -59,7 +59,8 @@ class PendingCopy:
         self.nbytes = 0
         if rows.is_cuda:
             self.nbytes = rows.nbytes
-            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host = {"device": "cpu", "pin_memory": True}
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, **host)
             self._rows.copy_(rows, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(rows.device))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.debug.statistics.buffer import to_device
+from transformer_engine.debug.statistics.buffer import on_host, to_device
 from transformer_engine.debug.statistics.differences import RankFacts, Row, differ, explain
 from transformer_engine.debug.statistics.layout import Layout
 from transformer_engine.debug.statistics.rows import WIDTH, Kind, empty_row, merge_ranks
@@ -97,8 +97,9 @@ class GroupRows:
             RuntimeError: a rank did not call in time.
         """
         self._capacity = self._capacity or _capacity_for(len(layout))
-        header = torch.zeros(1, WIDTH, dtype=torch.float64)
-        header[0, :3] = torch.tensor([layout.digest, iteration, len(layout)], dtype=torch.float64)
+        header = on_host(
+            [[layout.digest, iteration, len(layout), *[0.0] * (WIDTH - 3)]], torch.float64
+        )
         rows = layout.rows(taken, self._device)[: self._capacity - 1]
         payload = torch.zeros(self._capacity, WIDTH, dtype=torch.float64, device=self._device)
         payload[:1] = to_device(header, self._device)
@@ -131,9 +132,7 @@ class GroupRows:
         self, gathered: torch.Tensor, layout: Layout, of_ranks: Mapping[int, Sequence[Row]]
     ) -> torch.Tensor:
         """Merge gathered rows of ranks that sent different rows; `of_ranks` is from `agree`."""
-        empty = torch.tensor(
-            [empty_row(Kind(kind)) for kind in layout.kinds.tolist()], dtype=torch.float64
-        )
+        empty = on_host([empty_row(Kind(kind)) for kind in layout.kinds.tolist()], torch.float64)
         rows = empty.repeat(self.size, 1, 1)
         for at, rank in enumerate(self.meeting.ranks):
             place = {name: i for i, name in enumerate(of_ranks[rank][: gathered.shape[1] - 1])}

@@ -63,7 +63,11 @@ class CudaCopies:
 
     def _pinned(self, size: int) -> torch.Tensor:
         free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return (
+            free.pop()
+            if free
+            else torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        )
 
 
 class Stored:
