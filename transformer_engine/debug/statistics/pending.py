@@ -59,8 +59,7 @@ class PendingCopy:
         self.nbytes = 0
         if rows.is_cuda:
             self.nbytes = rows.nbytes
-            host = {"device": "cpu", "pin_memory": True}
-            self._rows = torch.empty(rows.shape, dtype=rows.dtype, **host)
+            self._rows = torch.empty_like(rows, device="cpu", pin_memory=True)
             self._rows.copy_(rows, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(rows.device))
