@@ -1,5 +1,6 @@
 """Layers whose calls in checkpoints are in FP8 and in high precision, and selective checkpoints."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -182,6 +183,50 @@ def test_both_in_one_checkpoint(
             run(twice, x).square().sum().backward()
             found[-1] += gradients(layer, x)
     assert_equal(*found)
+
+
+@modes
+@pytest.mark.parametrize("precision", FP8)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "disabled"])
+def test_high_precision_in_a_backward_under_an_autocast(
+    inside: bool, precision: str, wrap: Wrap, monkeypatch: Any
+) -> None:
+    """No call in a checkpoint has been in FP8."""
+    monkeypatch.setattr(process_state(), "has_regions", False)
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.LayerNormMLP(32, 64, device="cpu")
+        x = torch.randn(16, 32, requires_grad=True)
+        with scope(precision) if inside else nullcontext(), off() if inside else nullcontext():
+            out = run(layer, x)
+        with scope(precision):
+            out.square().sum().backward()
+        assert not layer.scaling
+        found.append(gradients(layer, x))
+    assert_equal(*found)
+
+
+@modes
+def test_a_hook_calls_another_layer(wrap: Wrap, monkeypatch: Any) -> None:
+    """Behind a checkpoint, in every step in the precision of its own autocast."""
+    monkeypatch.setattr(process_state(), "has_regions", False)
+    layer, other = (te.Linear(32, 32, device="cpu") for _ in range(2))
+    found: list[torch.Tensor] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        with torch.no_grad(), scope("current"):
+            found.append(other(grad))
+
+    for _ in range(2):
+        x = torch.randn(16, 32, requires_grad=True)
+        with scope("current"):
+            out = wrap(layer, x)
+        out.register_hook(hook)
+        out.backward(torch.linspace(-1, 1, 512).view(16, 32))
+    hook(torch.linspace(-1, 1, 512).view(16, 32))
+    assert_equal(found[:1], found[2:])
+    assert_equal(found[1:2], found[2:])
 
 
 def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

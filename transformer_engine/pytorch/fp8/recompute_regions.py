@@ -258,4 +258,4 @@ def may_recompute(stack: AutocastStack) -> bool:
     # Gradients are also off in inference mode, where only our own regions record calls.
     if not forward_grad_enabled() and (stack.regions or not torch.is_inference_mode_enabled()):
         return True
-    return process_state().has_regions and graph_task() != -1
+    return (process_state().has_regions or stack.scope.active) and graph_task() != -1

@@ -102,7 +102,7 @@ def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
             "the same layer both times (a lambda that captures the variable of a loop does not) "
             f"(layer {module.name})"
         )
-    return region is not None
+    return region is not None and region.has_calls_of(module)
 
 
 def record_first_call(module: ScaledModule, where: RecomputeContext, counts: bool) -> Call:
@@ -117,7 +117,9 @@ def record_first_call(module: ScaledModule, where: RecomputeContext, counts: boo
     scope = stack.scope
     step = module.take_backward_end() if counts else None
     process_state().has_regions = True
-    if not where.open_regions or any(region.foreign for region in where.open_regions):
+    # A call in a backward that is no recompute, as from a hook, needs no region.
+    unseen = graph_task() == -1 and not where.open_regions
+    if unseen or any(region.foreign for region in where.open_regions):
         module.in_foreign_region = True
     keeps_state = scope.enabled and rules_of(scope.recipe).keeps_state
     scales = module.scaling[FORWARD].scale.clone() if keeps_state and where.open_regions else None
