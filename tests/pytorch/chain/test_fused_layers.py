@@ -259,3 +259,22 @@ def test_layers_that_ran_are_pickled(device, kind):
     assert is_fused(y)
     again = pickle.loads(pickle.dumps(layer))
     assert_bitwise(again(batch(device)), y)
+
+
+def test_replicas_have_parameters_of_their_own():
+    """As `torch.nn.parallel.replicate` makes them, in each step."""
+    layer, x = build(), batch()
+    layer(x)
+    modules = [*layer.modules()]
+    for factor in (1.0, 0.5):
+        replicas = [module._replicate_for_data_parallel() for module in modules]
+        for module, replica in zip(modules, replicas, strict=True):
+            for name, child in module._modules.items():
+                replica._modules[name] = child and replicas[modules.index(child)]
+            for name, parameter in module._parameters.items():
+                setattr(replica, name, None if parameter is None else parameter.detach() * factor)
+        expected = copy.deepcopy(layer)
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter.mul_(factor)
+        assert_bitwise(replicas[0](x), expected(x))

@@ -66,7 +66,8 @@ def run_layer(layer: FlowModule, values: Sequence[torch.Tensor], *groups: dict[s
         result = call_operator(layer, values, groups)
         return layer.data_flow(EAGER, values, *groups) if result is NotImplemented else result
     try:
-        if _may_fuse(values[0]):
+        # Replicas of DataParallel have `_fused` of their original, with its parameters.
+        if "_is_replica" not in layer.__dict__ and _may_fuse(values[0]):
             key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
             fused = layer._fused.get(key)
             if fused is None or not fused.is_current():
