@@ -32,6 +32,18 @@ def test_keyword_arguments(reentrant: bool) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_functions_may_have_arguments_with_names_of_torchs(enabled: bool) -> None:
+    """Only `use_reentrant=False` has an own `debug`."""
+
+    def function(x, debug=False):
+        return x * (2 if debug else 1)
+
+    x = torch.ones(4, requires_grad=True)
+    with torch.set_grad_enabled(enabled):
+        assert torch.equal(te.checkpoint(function, x, debug=True), 2 * x)
+
+
 def test_twice_over_one_graph() -> None:
     layer = te.Linear(32, 32, device="cpu", params_dtype=torch.float32)
     found = []

@@ -105,7 +105,7 @@ def checkpoint(
         )
     random: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if not torch.is_grad_enabled():
-        return function(*args, **_split(kwargs)[0])
+        return function(*args, **_split(kwargs, use_reentrant)[0])
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     ours = not isinstance(function, nn.Module) or any(
         isinstance(module, ScaledModule) for module in function.modules()
@@ -141,7 +141,7 @@ def _apart(result: Any) -> Any:
     return result.view_as(result) if outside and not torch.is_grad_enabled() else result
 
 
-def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[str, Any], ...]:
+def _split(kwargs: dict[str, Any], use_reentrant: bool) -> tuple[dict[str, Any], ...]:
     """Keyword arguments of the function, and those of torch's checkpoint."""
     torchs = () if use_reentrant else ("context_fn", "determinism_check", "debug")
     own = {name: value for name, value in kwargs.items() if name not in torchs}
