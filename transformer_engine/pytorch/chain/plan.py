@@ -48,7 +48,6 @@ class CallPlan:
         recordings: segments by shapes of the inputs; None if calls are not recorded.
         joins: collectives may be recorded together with the stages around them; False once such a
             recording was refused.
-        outgrew_slabs: a segment needs too much memory for slabs.
         recorded: in the last forward every segment that can be recorded ran from its recording.
         inspect_at: the tick of the inspector from which on it may inspect the call.
         inspection: the last decision of the inspector.
@@ -76,7 +75,6 @@ class CallPlan:
         "needs",
         "operator",
         "options",
-        "outgrew_slabs",
         "quantizers",
         "recompute_plan",
         "recompute_scales",
@@ -116,7 +114,6 @@ class CallPlan:
         self.inspection: Any = None
         self.recordings: dict[Any, Any] | None = None
         self.joins = True
-        self.outgrew_slabs = False
         self.state: Any = None
         self.bind: Any = None
         self.operator: str = ""

@@ -125,7 +125,7 @@ class Slabs(NamedTuple):
     saved: bool = True
 
 
-BOTH_SLABS = Slabs()
+BOTH_SLABS, NO_SLABS = Slabs(), Slabs(scratch=False, saved=False)
 
 
 def slabs_of(large: bool, apart: bool) -> Slabs:
@@ -183,6 +183,7 @@ def record(
     persistent: list[torch.Tensor],
     python: Callable[[], tuple[Tensors, Tensors]],
     slabs: Slabs = BOTH_SLABS,
+    most_bytes: float = float("inf"),
 ) -> Recorded | str:
     """Record the calls of `_C` that `python` makes.
 
@@ -194,6 +195,7 @@ def record(
             recording holds them.
         python: returns two lists: results, and what backward will read. Entries may be None.
         slabs: which slabs the recording uses.
+        most_bytes: a call that would allocate more than this gets no slabs.
 
     Returns:
         What was recorded, or the reason why it cannot be recorded.
@@ -216,6 +218,9 @@ def record(
         return f"torch computes: {watch.computes}"
     buffers = _BufferPlan([*for_inputs, *direct], watch.allocated, recorder)
     problem = buffers.place(results, saved, slabs)
+    if not problem and slabs.saved and buffers.bytes > most_bytes:
+        buffers = _BufferPlan(buffers.known, watch.allocated, recorder)
+        problem = buffers.place(results, saved, NO_SLABS)
     if problem:
         return problem
     recording = buffers.recording([*inputs, *direct], persistent)
@@ -227,7 +232,7 @@ def record(
         [buffers.slice_of(t) for t in saved],
         state.gemms.group(gemms),
         state.sent.group(sent) if sent else None,
-        buffers.saved_bytes + buffers.scratch_bytes + buffers.output_bytes,
+        buffers.bytes,
     )
 
 
@@ -245,6 +250,11 @@ class _BufferPlan:
         self.ranges = [
             (t.data_ptr(), t.nbytes, slot, 0) for slot, t in enumerate(known) if t is not None
         ]
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes a call allocates in all."""
+        return self.saved_bytes + self.scratch_bytes + self.output_bytes
 
     def _range(self, address: int) -> tuple[int, int, int, int] | None:
         for found in self.ranges:

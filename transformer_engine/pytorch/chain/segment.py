@@ -76,7 +76,6 @@ class Segment:
             (`ParamGradTask`): it runs while the collective before the segment runs backward, or
             waits for `backward_dw`.
         read_inputs: takes the inputs of `forward` out of all values.
-        outgrew_slabs: a call needs much memory, so that tensors should not share slabs.
         refused: why the segment cannot be recorded; `""` if it may be.
         backwards: recordings of the backward, or why there is none, by the facts that may differ.
     """
@@ -111,7 +110,6 @@ class Segment:
         self._caching = [pair for pair in plan.caching if pair[0] in stages]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
-        self.outgrew_slabs = False
         self._scales = plan.bind is not None and bool(self._persistent_tensors(plan))
         self._trace = Trace(self, 0, None)
         self._results: _Reader = list
@@ -218,12 +216,10 @@ class Segment:
             stand_ins, inputs = [*stand_ins, *plan.state], [*inputs, *direct]
             return recording.record(inputs, stand_ins, (), [], python, self._slabs)
         persistent = self._persistent_tensors(plan)
-        recorded = recording.record(inputs, stand_ins, direct, persistent, python, self._slabs)
+        facts = (persistent, python, self._slabs, _MOST_BYTES)
+        recorded = recording.record(inputs, stand_ins, direct, *facts)
         if isinstance(recorded, str):
             plan.joins &= not self.joined
-        elif self._slabs.saved and recorded.bytes > _MOST_BYTES:
-            plan.outgrew_slabs = self.outgrew_slabs = True  # later calls use segments without slabs
-            return "it needs too much memory in slabs"
         return recorded
 
     def _record_forward(

@@ -196,20 +196,16 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         found = _segments(plan, known, first)
         if known:
             recordings[key] = found
-    elif plan.outgrew_slabs or not plan.joins:
-        outgrew = any([segment.outgrew_slabs for segment in found])
-        if outgrew or (not plan.joins and any([segment.joined for segment in found])):
-            # Ranks may differ here: the order of their collectives does not depend on segments.
-            found = recordings[key] = _segments(plan, True, first, outgrew)
+    elif not plan.joins and any([segment.joined for segment in found]):
+        # Ranks may differ here: the order of their collectives does not depend on segments.
+        found = recordings[key] = _segments(plan, True, first)
     return found
 
 
-def _segments(
-    plan: CallPlan, recorded: bool, first: torch.Tensor, large: bool = False
-) -> list[Segment]:
+def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segment]:
     if not (recorded or plan.chain.communicates):
         return []
-    steps, segments, large = _recordable_steps(plan), [], large or not is_host_bound(first)
+    steps, segments, large = _recordable_steps(plan), [], not is_host_bound(first)
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
     # No cut before a GEMM that cannot be recorded: the stage before it makes operands in Python.
