@@ -194,6 +194,17 @@ def test_no_grad_and_evaluation_leave_no_trace(device: str) -> None:
     assert not torch.equal(layer.scaling[FORWARD].scale, before.scale)
 
 
+def test_training_after_a_first_call_in_inference_mode(device: str) -> None:
+    """As in the sanity check of Lightning. Compiled graphs save the state for their backward."""
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=4)
+    x = torch.ones(16, 32, device=device)
+    for length in (4, 6):
+        with torch.inference_mode():
+            step(layer, x, DelayedScaling(amax_history_len=length))
+        assert not any(state.room.is_inference() for state in layer.scaling.values())
+    step(torch.compile(layer, backend="aot_eager"), x, recipe)
+
+
 def test_running_twice_in_a_scope_keeps_the_maximum(device: str) -> None:
     layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
     x = torch.ones(16, 32, device=device)
