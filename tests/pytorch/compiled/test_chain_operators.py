@@ -14,6 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain import compiled
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
+from transformer_engine.pytorch.fp8.process_state import OUTSIDE
 
 HIDDEN = 32
 
@@ -47,6 +48,16 @@ def test_layers_that_are_alike_share_a_graph() -> None:
     other(torch.ones(16, HIDDEN))
     first, second = graphs.keys
     assert len(first) == len(second) == 1 and first != second
+
+
+def test_layers_on_other_devices_have_operators_of_their_own() -> None:
+    """A recording is of one device, and operators know where it puts saved tensors."""
+    layer = te.LayerNormMLP(HIDDEN, 64, device="cpu")
+    facts = (OUTSIDE, torch.float32, (True,) * 7)
+    devices = [torch.device("cuda", index) for index in (0, 0, 1)]
+    plans = [layer._plan_of_operator(*facts, device, ()) for device in devices]
+    first, same, other = [plan.operator for plan in plans]
+    assert first == same != other
 
 
 def test_a_setting_that_changes_is_another_operator() -> None:

@@ -45,7 +45,7 @@ class PartFacts(NamedTuple):
         recomputed: a checkpoint in the graph may recompute the call.
         weights: shapes of the weights of the GEMMs. They are part of the description because an
             operator stores where its saved tensors lie, and that depends on their sizes.
-        device: type of the device.
+        device: the device. Recordings, and with them the places of saved tensors, are of one.
         dtypes: dtypes of the input and the parameters; under `torch.autocast` they differ from
             `dtype`.
     """

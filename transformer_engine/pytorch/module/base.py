@@ -306,7 +306,7 @@ class TransformerEngineBaseModule(
         plan = CallPlan(dtype, needs or (False,) * len(tensors))
         plan.state = built.state
         how = (stack.entered_in_graph, stack.in_compiled_checkpoint, tuple(self._gemm_weights()))
-        of_tensors = (device.type, tuple([None if t is None else t.dtype for t in tensors]))
+        of_tensors = (str(device), tuple([None if t is None else t.dtype for t in tensors]))
         facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
         plan.facts = (*facts, *of_tensors)
         values, results = tuple(range(chain.inputs)), tuple(range(len(chain.outputs)))
