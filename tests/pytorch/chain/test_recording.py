@@ -359,3 +359,17 @@ def test_fake_and_meta_tensors_after_a_recorded_call(make):
         assert module(torch.randn(4, 32)).shape == (4, 32)
     module.to("meta")
     assert module(torch.randn(4, 32, device="meta")).is_meta
+
+
+def test_another_thread_may_call_a_layer_that_is_being_recorded(monkeypatch):
+    module, x = te.LayerNormMLP(32, 64, device="cpu"), torch.ones(16, 32)
+    found, made = [], segment.reader_of
+
+    def interrupted(places):  # by a call of another thread
+        monkeypatch.setattr(segment, "reader_of", made)
+        found.append(module(x))
+        return made(places)
+
+    monkeypatch.setattr(segment, "reader_of", interrupted)
+    with torch.no_grad():
+        assert_bitwise(module(x), found[0])

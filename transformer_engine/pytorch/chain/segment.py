@@ -249,7 +249,6 @@ class Segment:
         if isinstance(recorded, str):
             self.refused = recorded
             return None
-        self.recorded = recorded
         self._results = _unflattening(reader_of(recorded.results), made)
         slots = sorted({place.slot for place in recorded.saved if place is not None})
         self._saved = reader(slots)
@@ -257,6 +256,7 @@ class Segment:
         index = {slot: i for i, slot in enumerate(slots)}
         places = iter([p if p is None else p._replace(slot=index[p.slot]) for p in recorded.saved])
         self._stages = [([next(places) for _ in saved.tensors], saved.facts) for saved in record]
+        self.recorded = recorded  # last: other threads run the recording as soon as it is here
         return recorded
 
     def backward(
