@@ -261,6 +261,14 @@ def test_layers_that_ran_are_pickled(device, kind):
     assert_bitwise(again(batch(device)), y)
 
 
+def test_a_schedule_of_dropout_keeps_few_chains():
+    layer, x = build(), batch()
+    for step in range(40):
+        layer.hidden_dropout = step / 100
+        assert is_fused(layer(x))
+    assert len(layer._fused) <= 16
+
+
 def test_replicas_have_parameters_of_their_own():
     """As `torch.nn.parallel.replicate` makes them, in each step."""
     layer, x = build(), batch()

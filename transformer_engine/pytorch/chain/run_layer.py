@@ -50,6 +50,7 @@ def _may_fuse(x: torch.Tensor) -> bool:
     )
 
 
+_MOST_FUSED = 16
 # Names of the values that come into a layer, in order; a layer may get the first alone.
 _VALUES = ("hidden_states", "encoder_output")
 
@@ -71,6 +72,8 @@ def run_layer(layer: FlowModule, values: Sequence[torch.Tensor], *groups: dict[s
             key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
             fused = layer._fused.get(key)
             if fused is None or not fused.is_current():
+                if len(layer._fused) >= _MOST_FUSED:  # a schedule of dropout adds one in each step
+                    layer._fused.clear()
                 fused = layer._fused[key] = FusedLayer(layer, _VALUES[: len(values)], groups)
             result = fused(values, groups)
             if result is not NotImplemented:
