@@ -173,6 +173,25 @@ def test_names_of_parts(device: str) -> None:
     assert repr(grouped).startswith("GroupedLinear(num_gemms=2, in_features=16, out_features=16")
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_replicas_run_at_the_same_time(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the threads of `torch.nn.DataParallel` run them."""
+    grouped = te.GroupedLinear(3, 32, 16, bias=bias, device="cpu")
+    x, lend = torch.randn(sum(SPLITS), 32), te.GroupedLinear._lend
+    replicas = [grouped._replicate_for_data_parallel() for _ in range(2)]
+    for factor, replica in enumerate(replicas, 1):
+        for name, parameter in grouped._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.detach() * factor)
+
+    def interrupted(self: te.GroupedLinear) -> None:
+        lend(self)
+        if self is replicas[0]:
+            replicas[1](x, SPLITS)
+
+    monkeypatch.setattr(te.GroupedLinear, "_lend", interrupted)
+    assert_bitwise(replicas[0](x, SPLITS), grouped(x, SPLITS).detach())
+
+
 def test_refusals() -> None:
     grouped = te.GroupedLinear(2, 16, 16, device="cpu", name="experts")
     x = torch.ones(4, 16)

@@ -264,6 +264,15 @@ class GroupedLinear(TransformerEngineBaseModule):
             elif part._parameters.get(inside) is not own:
                 part.register_parameter(inside, own)
 
+    def _replicate_for_data_parallel(self) -> GroupedLinear:
+        # Threads run replicas at the same time, and each call lends its own parameters.
+        replica = super()._replicate_for_data_parallel()
+        parts = [part._replicate_for_data_parallel() for part in self._parts]
+        for part, own in zip(self._parts, parts, strict=True):
+            own._parameters = dict.fromkeys(part._parameters)
+        replica._parts = tuple(parts)
+        return replica
+
     def _take_back(self) -> None:
         """Drop tensors that were computed for this call, and their graphs with them."""
         for part, inside, _ in self._names():
