@@ -173,6 +173,19 @@ def test_names_of_parts(device: str) -> None:
     assert repr(grouped).startswith("GroupedLinear(num_gemms=2, in_features=16, out_features=16")
 
 
+def test_a_frozen_part_may_have_a_history_of_another_length() -> None:
+    grouped, x = te.GroupedLinear(2, 32, 16, device="cpu"), torch.ones(32, 32)
+    for length in (4, 6):
+        with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=length)):
+            grouped(x, [16, 16]).sum().backward()
+        grouped.weight0.requires_grad_(False)
+        grouped.bias0.requires_grad_(False)
+    again = te.GroupedLinear(2, 32, 16, device="cpu")
+    again.load_state_dict(grouped.state_dict())
+    for direction, state in grouped.scaling.items():
+        assert_bitwise(again.scaling[direction].amax_history, state.amax_history)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_replicas_run_at_the_same_time(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the threads of `torch.nn.DataParallel` run them."""

@@ -108,13 +108,13 @@ class ScalingState:
                 )
             self.replace(self.scale.to(device), self.amax_history.to(device))
         if self.length != length:
-            self.replace(self.scale, _of_length(self.amax_history, length))
+            self.replace(self.scale, of_length(self.amax_history, length))
         return True
 
     def restore(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Write values in place, where CUDA graphs read them; the history's length may differ."""
         self.scale.copy_(scale)
-        self.amax_history.copy_(_of_length(amax_history, self.length))
+        self.amax_history.copy_(of_length(amax_history, self.length))
 
     def reset(self) -> None:
         """Set scales to one and the history to zero, in place."""
@@ -122,7 +122,7 @@ class ScalingState:
         self.amax_history.zero_()
 
 
-def _of_length(history: torch.Tensor, length: int) -> torch.Tensor:
+def of_length(history: torch.Tensor, length: int) -> torch.Tensor:
     """A history with `length` rows. Row 0 is the running step, then come oldest to newest."""
     if history.shape[0] == length:
         return history

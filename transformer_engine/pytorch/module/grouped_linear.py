@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
-from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState, state_with
+from transformer_engine.pytorch.fp8.scaling_state import (
+    BACKWARD,
+    FORWARD,
+    ScalingState,
+    of_length,
+    state_with,
+)
 from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features, check_plain
@@ -374,7 +380,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 def _joined(states: list[ScalingState]) -> ScalingState:
     scale = torch.cat([state.scale for state in states])
-    history = torch.cat([state.amax_history for state in states], dim=1)
+    length = max([state.length for state in states])  # frozen parts may keep another one
+    history = torch.cat([of_length(state.amax_history, length) for state in states], dim=1)
     return state_with(states[0].direction, scale, history)
 
 
