@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chain_graphs import ChainGraphs
@@ -194,3 +196,9 @@ def test_operators_know_what_autocast_casts(kind: str) -> None:
         expected = gradients(model, model, x, autocast)
         for ours, theirs in zip(gradients(model, call, x, autocast), expected, strict=True):
             assert_bitwise(ours, theirs)
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, Fraction])
+def test_an_epsilon_of_any_type(number: Any) -> None:
+    layer, x = te.LayerNormLinear(HIDDEN, 64, eps=number(0.125), device="cpu"), leaf()
+    assert_bitwise(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))

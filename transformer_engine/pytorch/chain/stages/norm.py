@@ -69,7 +69,7 @@ class Norm(Stage):
         self.kind = KINDS[kind]
         self.epsilon = epsilon
         # Under dynamic shapes torch.compile turns floats into inputs of a graph, but not strings.
-        self._constant_epsilon = repr(epsilon)
+        self._constant_epsilon = repr(float(epsilon))
         self.zero_centered = zero_centered
         self.tap = tap
         self.results = ("normalized",) if tap is None else ("normalized", "residual")
