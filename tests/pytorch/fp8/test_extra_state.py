@@ -56,10 +56,11 @@ def test_what_holds_no_bytes_is_ignored_with_a_warning(kind: str) -> None:
     assert torch.equal(layer.get_extra_state(), before)
 
 
-@pytest.mark.parametrize("counts", [(3, 2, 0), (0, 0, 4), (3, 0, 0)])
-def test_an_empty_history_is_refused(counts: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("counts", [(3, 2, 0), (0, 0, 4), (3, 0, 0), (3, 0, 2), (0, 2, 2)])
+def test_a_state_with_a_part_missing_is_refused(counts: tuple[int, int, int]) -> None:
     layer = te.Linear(32, 32, device="cpu", name="fc")
     header = MAGIC + struct.pack("<iii", *counts)
-    raw = header + struct.pack(f"<{sum(counts[:2])}f", *[1.0] * sum(counts[:2]))
-    with pytest.raises(ValueError, match=r"amax history of one step or more .*\(layer fc\)"):
+    numbers = sum(counts[:2]) * (1 + counts[2])
+    raw = header + struct.pack(f"<{numbers}f", *[1.0] * numbers)
+    with pytest.raises(ValueError, match=r"amax history of one step or more, .*\(layer fc\)"):
         layer.set_extra_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))

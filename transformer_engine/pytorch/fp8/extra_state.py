@@ -191,10 +191,11 @@ def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torc
     counts = _HEADER.unpack(header) if len(header) == _HEADER.size else (-1, -1, -1)
     forward, backward, length = counts
     expected = _START + 4 * (1 + length) * (forward + backward)
-    if min(counts) >= 0 and (length > 0) != (forward + backward > 0):
+    if min(counts) >= 0 and counts.count(0) in (1, 2):
         raise ValueError(
-            f"[load_state_dict] expected an amax history of one step or more for {forward} forward "
-            f"and {backward} backward scales, and none for none, got {length} (layer {layer})"
+            "[load_state_dict] expected forward scales, backward scales and an amax history of one "
+            f"step or more, or none of the three, got {forward}, {backward} and {length} (layer "
+            f"{layer})"
         )
     if min(counts) < 0 or raw.numel() < expected or (raw.numel() - expected) % 8:
         raise ValueError(
