@@ -10,14 +10,10 @@ from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.cuda_graphs import graphed
+from transformer_engine.pytorch.cuda_graphs import capture, graphed
 from transformer_engine.pytorch.cuda_graphs.callables import _replaced, _scopes
-from transformer_engine.pytorch.cuda_graphs.graphed import (
-    Graphed,
-    Settings,
-    capture_weights,
-    state_restored,
-)
+from transformer_engine.pytorch.cuda_graphs.capture import Settings, capture_weights
+from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, state_restored
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
 from transformer_engine.pytorch.cuda_graphs.order import CaptureOrder
 from transformer_engine.pytorch.cuda_graphs.subject import Subject
@@ -80,7 +76,8 @@ def _emulated(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphed, "capture_into", capture_into)
+    for module in (capture, graphed):
+        monkeypatch.setattr(module, "capture_into", capture_into)
 
 
 def graphs(

@@ -15,12 +15,8 @@ from torch import nn
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._torch_private import tree_leaves
-from transformer_engine.pytorch.cuda_graphs.graphed import (
-    Graphed,
-    Settings,
-    capture_weights,
-    state_restored,
-)
+from transformer_engine.pytorch.cuda_graphs.capture import Settings, capture_weights
+from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, state_restored
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
 from transformer_engine.pytorch.cuda_graphs.order import CaptureOrder
 from transformer_engine.pytorch.cuda_graphs.saved_scaling import capturing_graphs

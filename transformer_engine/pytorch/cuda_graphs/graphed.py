@@ -7,8 +7,8 @@ replays. The backward does the same with output gradients, in a node of autograd
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,94 +20,13 @@ from transformer_engine.pytorch._torch_private import (
     tree_unflatten,
 )
 from transformer_engine.pytorch.attention.cache.inference import InferenceParams
+from transformer_engine.pytorch.cuda_graphs.capture import Settings, capture_into
 from transformer_engine.pytorch.cuda_graphs.saved_scaling import restore_scaling, save_scaling
 from transformer_engine.pytorch.cuda_graphs.subject import FIRST_MICROBATCH, Subject
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
-from transformer_engine.pytorch.fp8.process_state import Scope
 
 Tensors = tuple[torch.Tensor, ...]
 Maybe = tuple[torch.Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How callables are captured; see `make_graphed_callables`."""
-
-    scope: Scope
-    warmup: int
-    allow_unused: bool
-    pool: Any
-    stream: Any
-    caches_weights: bool
-    retain_graph: bool
-    clones_gradients: bool
-
-
-@contextmanager
-def capture_into(
-    settings: Settings, subject: Subject, what: str, graph: torch.cuda.CUDAGraph
-) -> Iterator[None]:
-    """Capture into a graph; errors name the callable.
-
-    Raises:
-        RuntimeError: what runs inside cannot be captured.
-    """
-    for tracker in subject.trackers():
-        tracker.register_with(graph)
-    # After a failed capture, torch.cuda.graph leaves its own stream as the current one.
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        yield from _captured(settings, subject, what, graph)
-
-
-def _captured(
-    settings: Settings, subject: Subject, what: str, graph: torch.cuda.CUDAGraph
-) -> Iterator[None]:
-    first: Exception | None = None
-    try:
-        with (
-            torch.cuda.graph(graph, pool=settings.pool, stream=settings.stream),
-            autocast_stack().resumed(settings.scope),
-        ):
-            try:
-                yield
-            except Exception as error:
-                first = error  # the end of the capture will raise another one, which says less
-                raise
-    except Exception as error:
-        cause = first or error
-        with suppress(Exception):  # the first error is the one to report
-            _end_failed_capture(subject)
-        raise RuntimeError(
-            f"[make_graphed_callables] the {what} of {subject.where} cannot be captured:"
-            f" {type(cause).__name__}: {cause} (what waits for the device, as .item(), .cpu() or"
-            " print of a tensor does, has no place in a graph)"
-        ) from cause
-
-
-def _end_failed_capture(subject: Subject) -> None:
-    """Make an empty capture, which resets torch's generators after a failed one."""
-    graph = torch.cuda.CUDAGraph()
-    for tracker in subject.trackers():
-        tracker.register_with(graph)
-    x = torch.zeros((), device="cuda")
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        x.add_(1)
-
-
-def capture_weights(subject: Subject, settings: Settings) -> None:
-    """Capture the casts of cached weights, which forwards with `is_first_microbatch=False` read.
-
-    The graph replays between the forward and the backward of other graphs, so it must not share
-    memory with them.
-    """
-    subject.weights = torch.cuda.CUDAGraph()
-    own = replace(settings, pool=torch.cuda.graph_pool_handle())
-    with capture_into(own, subject, "cast of weights", subject.weights):
-        for module in subject.ours:
-            module.renew_weights()
-    subject.cached_weights = [
-        stage.cached_weight for m in subject.ours for stage in m.chain.matmuls
-    ]
 
 
 @dataclass
