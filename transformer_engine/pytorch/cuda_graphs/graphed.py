@@ -245,8 +245,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graphed: Graphed, step: Step | None, *inputs: torch.Tensor) -> Any:
         ctx.graphed, ctx.step = graphed, step
         ctx.set_materialize_grads(False)
-        # Gradients of leaves are cloned: autograd may keep them as `.grad` and add in place.
-        ctx.leaves = [t.is_leaf for t in inputs[: len(graphed.inputs)]]
+        # Gradients are cloned: autograd may keep them as `.grad` of a leaf, also of one behind a
+        # view or a sum. But another replay, which made the input, copies the gradient at once.
+        ctx.clones = [not hasattr(t.grad_fn, "graphed") for t in inputs[: len(graphed.inputs)]]
         with torch.no_grad():
             for own, new in zip(graphed.inputs, inputs, strict=False):
                 if own.data_ptr() != new.data_ptr():
@@ -277,7 +278,7 @@ class _Replay(torch.autograd.Function):
             ctx.step.end_backward()
         count = len(graphed.inputs)
         clones = [
-            *ctx.leaves,
+            *ctx.clones,
             *[graphed.settings.clones_gradients] * len(graphed.gradients[count:]),
         ]
         gradients = zip(graphed.gradients, clones, strict=True)

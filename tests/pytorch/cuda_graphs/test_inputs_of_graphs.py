@@ -1,0 +1,46 @@
+"""Inputs of graphed callables and their gradients, by graphs that are emulated on the CPU."""
+
+import pytest
+import torch
+from emulated_graphs import emulate, graphs, sample
+
+import transformer_engine.pytorch as te
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    emulate(monkeypatch)
+
+
+TO_INPUT = {  # rows of a leaf, and what makes an input of it
+    "leaf": (16, lambda p: p),
+    "view": (16, lambda p: p.view(16, 32)),
+    "sum": (16, lambda p: torch.ones(16, 32) + p),
+    "prompt": (4, lambda p: torch.cat([p, torch.ones(12, 32)])),
+}
+
+
+@pytest.mark.parametrize(("rows", "to_input"), TO_INPUT.values(), ids=TO_INPUT)
+def test_gradients_of_leaves_add_up(rows: int, to_input) -> None:
+    """`.grad` of a leaf is never memory that the next replay overwrites."""
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        layers = [te.Linear(32, 32, device="cpu") for _ in range(2)]
+        samples = [((sample(),), {}) for _ in layers]
+        parts = graphs(layers, samples) if graphed else layers
+        torch.manual_seed(1)
+        p = torch.nn.Parameter(torch.randn(rows, 32))
+        for _ in range(3):
+            (parts[1](parts[0](to_input(p))) * torch.randn(16, 32)).sum().backward()
+        found.append(p.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_gradients_of_what_replays_return_are_not_copied() -> None:
+    first, second = graphs([torch.sin, torch.cos], [((sample(),), {}), ((sample(),), {})])
+    grads = []
+    y = first(sample())
+    y.register_hook(grads.append)
+    second(y).sum().backward()
+    assert grads[0].data_ptr() == second.gradients[0].data_ptr()
