@@ -44,3 +44,14 @@ def test_gradients_of_what_replays_return_are_not_copied() -> None:
     y.register_hook(grads.append)
     second(y).sum().backward()
     assert grads[0].data_ptr() == second.gradients[0].data_ptr()
+
+
+def test_inputs_that_need_a_gradient_unlike_their_samples_are_refused() -> None:
+    (part,) = graphs([te.Linear(32, 32, device="cpu")], [((torch.ones(16, 32),), {})])
+    with pytest.raises(
+        ValueError, match=r"expected argument 0 of callable 0 without requires_grad"
+    ):
+        part(sample())
+    with torch.no_grad():
+        part(sample())
+    part(sample().detach()).sum().backward()

@@ -230,6 +230,8 @@ class Graphed:
         for i, (own, new) in enumerate(zip(self.leaves, leaves, strict=True)):
             if isinstance(own, torch.Tensor) and isinstance(new, torch.Tensor):
                 same = own.shape == new.shape and own.dtype is new.dtype
+                if new.requires_grad and not own.requires_grad:
+                    self._check_no_gradient(i)
             else:
                 same = own is new or own == new
             if not same:
@@ -238,6 +240,15 @@ class Graphed:
                     f"was captured with, {_described(own)}, got {_described(new)}"
                 )
         return tuple(t for t in leaves if isinstance(t, torch.Tensor))
+
+    def _check_no_gradient(self, i: int) -> None:
+        """Refuse an input that needs a gradient where its sample needed none."""
+        if torch.is_grad_enabled() and not self.generates:
+            raise ValueError(
+                f"[make_graphed_callables] expected argument {i} of {self.subject.where} without "
+                "requires_grad, like its sample, got one that needs a gradient, which the graph "
+                "does not compute: capture with a sample that has requires_grad=True"
+            )
 
 
 class _Replay(torch.autograd.Function):
