@@ -55,3 +55,18 @@ def test_inputs_that_need_a_gradient_unlike_their_samples_are_refused() -> None:
     with torch.no_grad():
         part(sample())
     part(sample().detach()).sum().backward()
+
+
+def test_samples_may_be_inputs_in_another_order() -> None:
+    a, b = sample(), sample()
+    (part,) = graphs([torch.sub], [((a, b), {})])
+    expected = (b - a).detach()
+    assert torch.equal(part(b, a), expected)
+
+
+@pytest.mark.parametrize("view", [torch.t, lambda a: a[:1].expand(32, 32)], ids=["t", "expand"])
+def test_views_of_samples_are_other_inputs(view) -> None:
+    a = sample(32)
+    (part,) = graphs([torch.exp], [((a,), {})])
+    expected = view(a).exp().detach()
+    assert torch.equal(part(view(a)), expected)

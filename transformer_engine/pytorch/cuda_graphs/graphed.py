@@ -16,6 +16,7 @@ import torch
 from transformer_engine.pytorch._torch_private import (
     TreeSpec,
     graph_task,
+    memory_of,
     tree_flatten,
     tree_unflatten,
 )
@@ -44,6 +45,7 @@ class Graphed:
     def __post_init__(self) -> None:
         self.leaves, self.structure = _flattened(self.args, self.kwargs)
         self.inputs: Tensors = tuple(t for t in self.leaves if isinstance(t, torch.Tensor))
+        self.memory = {memory_of(t) for t in self.inputs}
         self.parameters: Tensors = ()
         self.surface: Tensors = ()
         self.fused: list[Any] = []
@@ -155,6 +157,15 @@ class Graphed:
         inputs = [next(found) if t.requires_grad else None for t in self.inputs]
         self.gradients = (*inputs, *found)
 
+    def write_inputs(self, values: Tensors) -> None:
+        """Copy values to the samples. They may be samples themselves, or views of samples."""
+        pairs = []
+        for own, new in zip(self.inputs, values, strict=False):
+            if own.data_ptr() != new.data_ptr() or own.stride() != new.stride():
+                pairs.append((own, new.clone() if memory_of(new) in self.memory else new))
+        for own, new in pairs:
+            own.copy_(new)
+
     def reset(self) -> None:
         """Free the graphs and their memory; from now on the callable runs eagerly."""
         if self.was_reset:
@@ -260,9 +271,7 @@ class _Replay(torch.autograd.Function):
         # view or a sum. But another replay, which made the input, copies the gradient at once.
         ctx.clones = [not hasattr(t.grad_fn, "graphed") for t in inputs[: len(graphed.inputs)]]
         with torch.no_grad():
-            for own, new in zip(graphed.inputs, inputs, strict=False):
-                if own.data_ptr() != new.data_ptr():
-                    own.copy_(new)
+            graphed.write_inputs(inputs)
         graphed.forward_graph.replay()
         outputs = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in graphed.outputs)
         tensors = zip(outputs, graphed.differentiable, strict=True)
