@@ -70,3 +70,18 @@ def test_views_of_samples_are_other_inputs(view) -> None:
     (part,) = graphs([torch.exp], [((a,), {})])
     expected = view(a).exp().detach()
     assert torch.equal(part(view(a)), expected)
+
+
+@pytest.mark.parametrize("size", [1, 32])
+def test_numbers_are_no_tensors(size: int) -> None:
+    (part,) = graphs([torch.mul], [((sample(), torch.full((size,), 2.0)), {})])
+    with pytest.raises(ValueError, match=r"expected argument 1 of callable 0 as .*, got 2\.0"):
+        part(sample(), 2.0)
+
+
+def test_main_grad_may_be_none() -> None:
+    layer = te.Linear(32, 32, device="cpu")
+    layer.bias.main_grad = None
+    (part,) = graphs([layer], [((sample(),), {})])
+    part(sample()).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((32,), 16.0))

@@ -67,7 +67,7 @@ class Graphed:
         """Find the parameters whose gradients graphs compute; capture hooks may replace some."""
         self.parameters = self.subject.parameters
         self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.parameters
-        self.fused = [p for p in self.parameters if hasattr(p, "main_grad")]
+        self.fused = [p for p in self.parameters if getattr(p, "main_grad", None) is not None]
 
     def run(self) -> list[Any]:
         """Call the callable with the samples; returns flat outputs."""
@@ -243,6 +243,8 @@ class Graphed:
                 same = own.shape == new.shape and own.dtype is new.dtype
                 if new.requires_grad and not own.requires_grad:
                     self._check_no_gradient(i)
+            elif isinstance(own, torch.Tensor) or isinstance(new, torch.Tensor):
+                same = False
             else:
                 same = own is new or own == new
             if not same:
@@ -329,7 +331,8 @@ def state_restored(subjects: Iterable[Subject]) -> Iterator[None]:
     modules = list(dict.fromkeys(module for subject in subjects for module in subject.scaled))
     saved = save_scaling(modules)
     parameters = dict.fromkeys(p for subject in subjects for p in subject.parameters)
-    grads = [(p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")]
+    found = [getattr(p, "main_grad", None) for p in parameters]
+    grads = [(grad, grad.clone()) for grad in found if grad is not None]
     try:
         yield
     finally:
