@@ -223,6 +223,22 @@ def test_reset() -> None:
     assert torch.equal(function(x), y)
 
 
+def test_deep_copies_run_eagerly() -> None:
+    """A copy computes with its own weights, and its `reset` leaves the graphs alone."""
+    (module,) = layers(1)
+    (graph,) = graphs([module], [((sample(),), {})], DELAYED)
+    _replaced(graph)
+    copied = copy.deepcopy(copy.deepcopy(module))
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    x = sample()
+    with scope("delayed"):
+        assert not copied(x).any() and module(x).any()
+    copied.reset()
+    assert not graph.was_reset and "forward" in vars(module)
+
+
 def test_hooks_of_the_capture_run_around_it_alone() -> None:
     """They may exchange parameters, as shards are, and are not replayed."""
     module = nn.Linear(32, 8)

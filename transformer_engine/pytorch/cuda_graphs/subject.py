@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def replace_forward(
 ) -> None:
     """Replace the `forward` of a module.
 
-    The module also gets a method `reset`, which calls `freed` and restores the `forward`.
+    The module also gets a method `reset`, which calls `freed` and restores the `forward`. Deep
+    copies of the module have the `forward` from before, and nothing to reset.
     """
     before = vars(module).get("forward")
 
@@ -128,7 +130,22 @@ def replace_forward(
         if before is not None:
             module.forward = before
 
-    module.forward, module.reset = forward, reset  # type: ignore[assignment]
+    module.forward = _Replacement(forward, module.forward)
+    module.reset = _Replacement(reset, _nothing)  # type: ignore[assignment]
+
+
+class _Replacement:
+    """Stands in a module for a method, which deep copies of the module have again."""
+
+    def __init__(self, function: Callable[..., Any], method: Callable[..., Any]) -> None:
+        self._function = function
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self._method, memo)  # a method of the copied module
 
 
 def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any]:
