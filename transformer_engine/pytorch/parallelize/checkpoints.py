@@ -25,6 +25,8 @@ from transformer_engine.pytorch.parallelize.parameters import (
 from transformer_engine.pytorch.tensor.shards import piece_of
 
 _MESH = "_te_mesh"
+# How torch.compile, checkpoint_wrapper and FullyShardedDataParallel name the module inside.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def share_state(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -65,11 +67,13 @@ def get_state_dict(
     """
     states: Any = dtensor_states().get_state_dict(model, optimizers, options=options)
     model_state, optimizer_state = states
-    for name, one, mesh in _shared(model):
-        saved = optimizer_state.get("state", {}).get(name, {})
-        for key, x in saved.items():
-            if isinstance(x, torch.Tensor) and x.dim():
-                saved[key] = _distributed(x, one, mesh)
+    every = optimizer_state.get("state", {})
+    for name, shard, _, mesh in _shared(model):
+        if name in every:
+            every[name] = saved = dict(every[name])  # the optimizer itself has the other dict
+            for key, x in saved.items():
+                if isinstance(x, torch.Tensor) and x.dim():
+                    saved[key] = _distributed(x, shard, mesh)
     return model_state, optimizer_state
 
 
@@ -100,11 +104,8 @@ def set_state_dict(
     ...     model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
     ... )
     """
-    parameters = {one.name: one.parameter for one in held(model)}
     state = {name: dict(saved) for name, saved in optim_state_dict.get("state", {}).items()}
-    for name, shard, _ in _shared(model):
-        like = parameters.get(name, parameters.get(f"module.{name}"))
-        assert like is not None
+    for name, shard, like, _ in _shared(model):
         for key, x in state.get(name, {}).items():
             if isinstance(x, torch.Tensor) and x.dim():
                 state[name][key] = part_like(gather_whole(x, None), shard, like)
@@ -118,16 +119,28 @@ def set_state_dict(
     )
 
 
-def _shared(model: nn.Module) -> list[tuple[str, Shard, DeviceMesh]]:
-    """Name (without names of wrappers), shard and mesh of each parameter that ranks share."""
+def _shared(model: nn.Module) -> list[tuple[str, Shard, nn.Parameter, DeviceMesh]]:
+    """Name in state dicts, shard, parameter and mesh of each parameter that ranks share."""
     found = []
     for path, module in model.named_modules():
         mesh: Any = getattr(module, _MESH, None)
         for one in held(module) if mesh is not None else ():
             if one.shard is not None and "." not in one.name:
                 name = f"{path}.{one.name}" if path else one.name
-                found.append((name.removeprefix("module."), one.shard, mesh))
+                found.append((_without_wrappers(model, name), one.shard, one.parameter, mesh))
     return found
+
+
+def _without_wrappers(model: nn.Module, name: str) -> str:
+    """The name of a parameter in the state dicts that torch's functions make."""
+    part: Any = model
+    names = []
+    for one in name.split("."):
+        of_ddp = one == "module" and isinstance(part, nn.parallel.DistributedDataParallel)
+        if not of_ddp and one not in _WRAPPED:
+            names.append(one)
+        part = getattr(part, one)
+    return ".".join(names)
 
 
 def _distributed(x: torch.Tensor, shard: Shard, mesh: DeviceMesh) -> torch.Tensor:

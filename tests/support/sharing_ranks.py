@@ -1,0 +1,81 @@
+"""What each rank of distributed/test_sharing runs: what is around the layers that ranks share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attempts import failures
+from rank_device import here
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import transformer_engine.pytorch as te
+
+
+class Inside(nn.Module):
+    """Calls its layer `module`, as wrappers do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.module = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def _mesh() -> Any:
+    return init_device_mesh(here().type, (1, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, process_group=_mesh()["dp"].get_group())
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "compiled": torch.compile,
+    "checkpointed": checkpoint_wrapper,
+    "attribute": Inside,
+    "ddp": _ddp,
+    "ddp compiled": lambda model: torch.compile(_ddp(model)),
+    "ddp checkpointed": lambda model: _ddp(nn.Sequential(checkpoint_wrapper(model))),
+}
+
+
+def _stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns a layer that ranks share, and its optimizer after a step."""
+    torch.manual_seed(0)
+    model = te.Linear(32, 32, device=here())
+    te.parallelize(model, _mesh(), {"": "column"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(16, 32, device=here())).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def states_of_wrapped_layers(rank: int) -> None:
+    """Whatever is around a layer, states of the optimizer are of the whole, and load as parts."""
+    for name, wrap in WRAPPERS.items():
+        model, optimizer = _stepped()
+        wrapped, moment = wrap(model), optimizer.state[model.weight]["exp_avg"]
+        moment.fill_(rank)
+        states = te.distributed.get_state_dict(wrapped, optimizer)
+        (found,) = (one for key, one in states[1]["state"].items() if key.endswith("weight"))
+        whole = found["exp_avg"].full_tensor()
+        assert whole.shape == (32, 32), name
+        assert torch.equal(whole.chunk(2)[rank], moment), name
+        optimizer.step()  # goes on with its parts, which `states` has too
+        optimizer.state[model.weight]["exp_avg"] = torch.zeros_like(moment)
+        te.distributed.set_state_dict(
+            wrapped, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+        )
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment), name
+
+
+SCENARIOS = {run.__name__: run for run in (states_of_wrapped_layers,)}
+
+
+def scenarios(rank: int) -> dict[str, str]:
+    """Returns the traceback of each scenario that failed, "" where it passed."""
+    return failures(SCENARIOS, rank)
