@@ -1,5 +1,6 @@
 """What each rank of distributed/test_sharing runs: what is around the layers that ranks share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from attempts import failures
 from rank_device import here
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,7 +75,31 @@ def states_of_wrapped_layers(rank: int) -> None:
         assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment), name
 
 
-SCENARIOS = {run.__name__: run for run in (states_of_wrapped_layers,)}
+def options_of_states(rank: int) -> None:
+    """Options that take parts of an optimizer's states for whole tensors are refused."""
+    model, optimizer = _stepped()
+    model_state, state = te.distributed.get_state_dict(model, optimizer)
+    get = functools.partial(te.distributed.get_state_dict, model, optimizer)
+    load = functools.partial(
+        te.distributed.set_state_dict,
+        *(model, optimizer),
+        model_state_dict=model_state,
+        optim_state_dict=state,
+    )
+    for call, names in (
+        (get, ("flatten_optimizer_state_dict", "full_state_dict")),
+        (load, ("flatten_optimizer_state_dict", "broadcast_from_rank0")),
+    ):
+        for name in names:
+            try:
+                call(options=StateDictOptions(**{name: True}))
+            except NotImplementedError as error:
+                assert f"expected {name}=False" in str(error), error
+            else:
+                raise AssertionError(f"nothing was raised: {name}")
+
+
+SCENARIOS = {run.__name__: run for run in (states_of_wrapped_layers, options_of_states)}
 
 
 def scenarios(rank: int) -> dict[str, str]:

@@ -61,14 +61,22 @@ def get_state_dict(
     Returns:
         The states of the model and of the optimizers.
 
+    Raises:
+        NotImplementedError: options that flatten or gather the optimizer's states of parameters
+            that ranks share.
+
     >>> model = nn.Linear(4, 2)
     >>> sorted(get_state_dict(model, torch.optim.Adam(model.parameters()))[0])
     ['bias', 'weight']
     """
+    shared = _shared(model)
+    if shared:
+        _refuse("get_state_dict", options, "flatten_optimizer_state_dict")
+        _refuse("get_state_dict", options, "full_state_dict")
     states: Any = dtensor_states().get_state_dict(model, optimizers, options=options)
     model_state, optimizer_state = states
     every = optimizer_state.get("state", {})
-    for name, shard, _, mesh in _shared(model):
+    for name, shard, _, mesh in shared:
         if name in every:
             every[name] = saved = dict(every[name])  # the optimizer itself has the other dict
             for key, x in saved.items():
@@ -97,6 +105,10 @@ def set_state_dict(
     Returns:
         What torch's function returns.
 
+    Raises:
+        NotImplementedError: options that flatten or broadcast the optimizer's states of parameters
+            that ranks share.
+
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())
     >>> states = get_state_dict(model, optimizer)
@@ -104,8 +116,12 @@ def set_state_dict(
     ...     model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
     ... )
     """
+    shared = _shared(model)
+    if shared:
+        _refuse("set_state_dict", options, "flatten_optimizer_state_dict")
+        _refuse("set_state_dict", options, "broadcast_from_rank0")
     state = {name: dict(saved) for name, saved in optim_state_dict.get("state", {}).items()}
-    for name, shard, like, _ in _shared(model):
+    for name, shard, like, _ in shared:
         for key, x in state.get(name, {}).items():
             if isinstance(x, torch.Tensor) and x.dim():
                 state[name][key] = part_like(gather_whole(x, None), shard, like)
@@ -117,6 +133,15 @@ def set_state_dict(
         optim_state_dict=optimizer_state,
         options=options,
     )
+
+
+def _refuse(op: str, options: Any, name: str) -> None:
+    """Refuse an option in which torch takes parts of an optimizer's states for whole tensors."""
+    if getattr(options, name, False):
+        raise NotImplementedError(
+            f"[{op}] expected {name}=False for a model that ranks share, got True; use "
+            "the DTensors of the default options, or whole tensors from gather_parameter"
+        )
 
 
 def _shared(model: nn.Module) -> list[tuple[str, Shard, nn.Parameter, DeviceMesh]]:
