@@ -99,7 +99,29 @@ def options_of_states(rank: int) -> None:
                 raise AssertionError(f"nothing was raised: {name}")
 
 
-SCENARIOS = {run.__name__: run for run in (states_of_wrapped_layers, options_of_states)}
+def tied_weights(rank: int) -> None:
+    """Weights that another module has are refused, and stay tied; ties of whole modules stay."""
+    words, head, twin = (te.Linear(32, 32, bias=False, device=here()) for _ in range(3))
+    head.weight = words.weight
+    model = nn.ModuleDict({"words": words, "head": head, "twin": twin})
+    for plan in ({"head": "column"}, {"words": "column", "head": "column"}):
+        try:
+            te.parallelize(model, _mesh(), plan)
+        except ValueError as error:
+            assert "tied ones: words.weight and head.weight" in str(error), error
+        else:
+            raise AssertionError(f"nothing was raised: {plan}")
+    te.parallelize(model, _mesh(), {"twin": "column"})
+    assert head.weight is words.weight and twin.weight.shape == (16, 32)
+
+
+SCENARIOS = {
+    run.__name__: run
+    for run in (
+        *(states_of_wrapped_layers, options_of_states),
+        *(tied_weights,),
+    )
+}
 
 
 def scenarios(rank: int) -> dict[str, str]:

@@ -80,7 +80,7 @@ def parallelize(
     Raises:
         ValueError: a mesh without these dimensions; a name in the plan that no module has; sizes
             that ranks cannot share; layers that have run, that `fully_shard` has cut, or that
-            were made for several ranks.
+            were made for several ranks; layers whose parameters are tied to those of others.
         TypeError: not a model or not a mesh; a plan that is not a mapping; a kind that a module
             cannot become; a subclass with its own constructor.
 
@@ -139,11 +139,28 @@ def _share_layers(
             remade.append((module, remake.counterpart(name, module, changes)))
         elif sequence_parallel and kind in ("scatter", "tokens"):
             scattered.append((module, kind))
+    _refuse_tied(model, [module for module, _ in remade])
     for module, counterpart in remade:  # after all were made: an error leaves the model unchanged
         remake.become(module, counterpart)
         share_state(module, mesh)
     for module, kind in scattered:
         _scatter_output(module, ranks, cut=kind == "scatter")
+
+
+def _refuse_tied(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuse parameters of shared layers that other modules have, too: their parts are new."""
+    layer_of = {part: layer for layer in layers for part in layer.modules()}
+    holders: dict[nn.Parameter, dict[nn.Module | None, str]] = {}
+    for path, part in model.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            layer = layer_of.get(part)
+            holders.setdefault(parameter, {}).setdefault(layer, f"{path}.{name}")
+    for names in holders.values():
+        if len(names) > 1:
+            raise ValueError(
+                "[parallelize] expected layers to share whose parameters no other module has, got"
+                f" tied ones: {' and '.join(names.values())}, whose parts would not be tied"
+            )
 
 
 def _kinds(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
