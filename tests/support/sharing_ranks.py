@@ -115,11 +115,24 @@ def tied_weights(rank: int) -> None:
     assert head.weight is words.weight and twin.weight.shape == (16, 32)
 
 
+def layers_that_torch_has_not(rank: int) -> None:
+    """`te.convert` leaves layers of several ranks, whose collectives torch's layers do not have."""
+    shared = {"tp_group": _mesh()["tp"].get_group(), "bias": False, "device": here()}
+    model = nn.Sequential(
+        te.Linear(32, 64, parallel_mode="column", **shared),
+        te.LayerNormLinear(32, 64, parallel_mode="column", **shared),
+        te.Linear(64, 32, parallel_mode="row", **shared),
+    )
+    report = te.convert(model, to="torch")
+    assert not report.replaced, report
+    assert len(report.left) == 3 and "2 tensor parallel ranks" in str(report.left), report.left
+
+
 SCENARIOS = {
     run.__name__: run
     for run in (
         *(states_of_wrapped_layers, options_of_states),
-        *(tied_weights,),
+        *(tied_weights, layers_that_torch_has_not),
     )
 }
 

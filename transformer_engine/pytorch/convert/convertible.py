@@ -169,6 +169,8 @@ def _build_norm(module: Any, name: str) -> nn.Module:
 
 
 def _te_linear_refusal(module: Any) -> str | None:
+    if module.tp_size > 1:
+        return f"it is the part of one of {module.tp_size} tensor parallel ranks"
     if module.return_bias:
         return "return_bias=True has no counterpart"
     if any(getattr(stage, "fuse_wgrad", False) for stage in module.chain.stages):
