@@ -115,6 +115,19 @@ def tied_weights(rank: int) -> None:
     assert head.weight is words.weight and twin.weight.shape == (16, 32)
 
 
+def marks_of_parameters(rank: int) -> None:
+    """Attributes by which optimizers group parameters stay; gradients of wholes do not."""
+    for in_fp8 in (False, True):
+        with te.quantized_model_init(in_fp8):
+            model = te.Linear(32, 32, device=here())
+        for parameter in model.parameters():
+            parameter.no_decay, parameter.main_grad = True, torch.zeros(32)
+        te.parallelize(model, _mesh(), {"": "column"})
+        for parameter in model.parameters():
+            assert parameter.no_decay and not hasattr(parameter, "main_grad")
+            assert parameter.tensor_model_parallel
+
+
 def layers_that_torch_has_not(rank: int) -> None:
     """`te.convert` leaves layers of several ranks, whose collectives torch's layers do not have."""
     shared = {"tp_group": _mesh()["tp"].get_group(), "bias": False, "device": here()}
@@ -132,7 +145,7 @@ SCENARIOS = {
     run.__name__: run
     for run in (
         *(states_of_wrapped_layers, options_of_states),
-        *(tied_weights, layers_that_torch_has_not),
+        *(tied_weights, marks_of_parameters, layers_that_torch_has_not),
     )
 }
 

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.parallel.construction import made_with
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.attributes import InitialValue
+from transformer_engine.pytorch.tensor.attributes import InitialValue, attributes_beside
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 from transformer_engine.pytorch.tensor.writing import ShardRanks
 
@@ -86,10 +86,19 @@ def become(module: Any, made: Any) -> None:
         if shard is not None:
             data = _part(parameter, shard, made.get_parameter(name))
         own.adopt(module, name, data, parameter.requires_grad)
+        _keep_marks(parameter, module.get_parameter(name))
         if shard is not None:
             _share_initial_value(parameter, module.get_parameter(name), shard, shard.ranks.rank)
     if scaling:
         module.scaling = scaling
+
+
+def _keep_marks(parameter: torch.Tensor, part: torch.Tensor) -> None:
+    """Give a part the attributes that users have set, but no `main_grad`, which is of the whole."""
+    if type(part) is type(parameter):
+        marks = attributes_beside(parameter, part)
+        marks.pop("main_grad", None)
+        vars(part).update(marks)
 
 
 def _part(parameter: torch.Tensor, shard: Shard, made: torch.Tensor) -> torch.Tensor:
