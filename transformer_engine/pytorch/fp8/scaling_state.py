@@ -53,8 +53,8 @@ class ScalingState:
         self._place(torch.ones(count, **options), torch.zeros(length, count, **options))
 
     def _place(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        if torch.is_inference_mode_enabled():  # later steps train with the state, or capture it
-            with torch.inference_mode(False):
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # later steps train with the state, or capture it
                 self._place(scale.clone(), amax_history.clone())
             return
         count, self.length = scale.numel(), amax_history.shape[0]
