@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvdlfw_inspect import _engine
-from nvdlfw_inspect.utils import get_distributed_rank, integer, printable, run_all
+from nvdlfw_inspect.utils import frequency, get_distributed_rank, integer, printable, run_all
 
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import Session
@@ -186,9 +186,7 @@ def enable_logging_at_current_step(
         True
     """
     op = "enable_logging_at_current_step"
-    freq = integer(op, "freq", freq)
-    if freq < 1:
-        raise ValueError(f"[{op}] expected freq of 1 or more, got {freq}")
+    freq = frequency(op, freq)
     ends = {"start_step": start_step, "end_step": end_step}
     said: dict[str, Any] = {k: integer(op, k, v) for k, v in ends.items() if v is not None}
     if start_end_list is not None:

@@ -164,6 +164,19 @@ def integer(op: str, argument: str, value: Any) -> int:
         raise TypeError(f"[{op}] expected {argument} as an integer, got {got}") from None
 
 
+def frequency(op: str, value: Any) -> int:
+    """Convert the argument `freq`: every how many iterations something happens.
+
+    Raises:
+        TypeError: `value` is no integer.
+        ValueError: It is below 1.
+    """
+    freq = integer(op, "freq", value)
+    if freq < 1:
+        raise ValueError(f"[{op}] expected freq of 1 or more, got {freq}")
+    return freq
+
+
 def step_number(op: str, argument: str, value: Any) -> int:
     """Convert the number of an iteration.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nvdlfw_inspect._engine import schedule_of
-from nvdlfw_inspect.utils import integer
+from nvdlfw_inspect.utils import frequency, integer
 
 
 def next_enabled_iter(
@@ -35,9 +35,7 @@ def next_enabled_iter(
     ((True, 6), (True, None))
     """
     op = "next_enabled_iter"
-    freq = integer(op, "freq", freq)
-    if freq < 1:
-        raise ValueError(f"[{op}] expected freq of 1 or more, got {freq}")
+    freq = frequency(op, freq)
     start = integer(op, "start_step", start_step or 0)
     whole = (start, -1 if end_step is None else max(integer(op, "end_step", end_step), -1))
     schedule = schedule_of({"freq": freq, "start_end_list": sorted(start_end_list or [whole])})
