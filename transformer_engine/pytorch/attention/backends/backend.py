@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.core.call import Call, elements_of
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES, MaskRule, mask_rule
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -93,10 +93,10 @@ class Problem(NamedTuple):
 
         It may be queries, keys, values or the result.
         """
-        queries, keys = (self.queries or 0) * self.heads, (self.keys or 0) * self.groups
-        size = max(self.key_size, self.value_size)
-        elements = (self.batch or 0) * size * max(queries, keys)
-        return self.large_packed or elements >= MOST_ELEMENTS
+        batch = self.batch or 0
+        rows = (batch * (self.queries or 0), batch * (self.keys or 0))
+        heads, sizes = (self.heads, self.groups), (self.key_size, self.value_size)
+        return self.large_packed or elements_of(rows, heads, sizes) >= MOST_ELEMENTS
 
     @property
     def empty(self) -> bool:

@@ -171,6 +171,17 @@ class Dropout(NamedTuple):
 NO_DROPOUT = Dropout()
 
 
+def elements_of(rows: tuple[int, int], heads: tuple[int, int], sizes: tuple[int, int]) -> int:
+    """The number of elements of the largest tensor of a call: queries, keys, values or the result.
+
+    Args:
+        rows: tokens of queries, and of keys, of all sequences.
+        heads: number of query heads, and of key and value heads.
+        sizes: size of a head of queries and keys, and of values.
+    """
+    return max(rows[0] * heads[0], rows[1] * heads[1]) * max(sizes)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class CallShape:
     """Settings and shapes of a call; equal calls share one object.
@@ -201,10 +212,10 @@ class CallShape:
 
     @property
     def elements(self) -> int:
-        """The number of elements of the largest tensor: queries, keys, values or the result."""
-        rows = max(self.queries * self.heads, self.keys * self.groups)
-        size = max(self.key_size, self.value_size)
-        return (1 if self.batch is None else self.batch) * rows * size
+        """See `elements_of`."""
+        batch = 1 if self.batch is None else self.batch
+        heads, sizes = (self.heads, self.groups), (self.key_size, self.value_size)
+        return elements_of((batch * self.queries, batch * self.keys), heads, sizes)
 
 
 @memoize
