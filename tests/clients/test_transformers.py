@@ -60,6 +60,8 @@ def trainer(model: nn.Module, device: str, folder: Path, **arguments: Any) -> Tr
         logging_steps=1,
         **{"max_steps": 8, "save_strategy": "no", **arguments},
     )
+    # One process with two GPUs would use DataParallel, with which accelerate refuses FP8.
+    settings._n_gpu = min(settings.n_gpu, 1)
     rows = [{"input_ids": one, "labels": one} for one in ids]
     return Trainer(model=model, args=settings, train_dataset=rows)
 

@@ -326,6 +326,7 @@ def test_in_a_cuda_graph():
         with tracker.fork():
             drawn = torch.rand(1024, device="cuda")
         outside = torch.rand(1024, device="cuda")
+    torch.cuda.synchronize()  # torch has written the states of the capture on the side stream
     tracker.set_states({"model-parallel-rng": start})
     torch.manual_seed(9)
     captured = []
