@@ -85,3 +85,15 @@ def test_main_grad_may_be_none() -> None:
     (part,) = graphs([layer], [((sample(),), {})])
     part(sample()).sum().backward()
     assert torch.equal(layer.bias.grad, torch.full((32,), 16.0))
+
+
+def test_parameters_that_are_unfrozen_after_the_capture_are_refused() -> None:
+    layer = te.Linear(32, 32, device="cpu")
+    layer.weight.requires_grad_(False)
+    (part,) = graphs([layer], [((sample(),), {})])
+    part(sample()).sum().backward()
+    layer.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"callable 0 .*requires_grad=True for weight, whose"):
+        part(sample())
+    with torch.no_grad():
+        part(sample())

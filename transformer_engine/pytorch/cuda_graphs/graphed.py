@@ -47,6 +47,7 @@ class Graphed:
         self.inputs: Tensors = tuple(t for t in self.leaves if isinstance(t, torch.Tensor))
         self.memory = {memory_of(t) for t in self.inputs}
         self.parameters: Tensors = ()
+        self.frozen: Tensors = ()
         self.surface: Tensors = ()
         self.fused: list[Any] = []
         self._find_parameters()
@@ -65,7 +66,8 @@ class Graphed:
 
     def _find_parameters(self) -> None:
         """Find the parameters whose gradients graphs compute; capture hooks may replace some."""
-        self.parameters = self.subject.parameters
+        self.parameters = self.subject.parameters(requires_grad=True)
+        self.frozen = self.subject.parameters(requires_grad=False)
         self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.parameters
         self.fused = [p for p in self.parameters if getattr(p, "main_grad", None) is not None]
 
@@ -191,6 +193,8 @@ class Graphed:
             )
         first = self._first_microbatch(kwargs)
         inputs = self._checked(args, kwargs)
+        if any(p.requires_grad for p in self.frozen):
+            self._check_frozen()
         subject, scope = self.subject, self.settings.scope
         subject.check_states()
         enter(scope)
@@ -253,6 +257,18 @@ class Graphed:
                     f"was captured with, {_described(own)}, got {_described(new)}"
                 )
         return tuple(t for t in leaves if isinstance(t, torch.Tensor))
+
+    def _check_frozen(self) -> None:
+        """Refuse parameters that need a gradient and needed none at the capture."""
+        if not torch.is_grad_enabled() or self.generates or self.subject.module is None:
+            return
+        named = self.subject.module.named_parameters()
+        new = [n for n, p in named if p.requires_grad and any(p is own for own in self.frozen)]
+        raise ValueError(
+            f"[make_graphed_callables] expected the parameters of {self.subject.where} that were "
+            f"captured with requires_grad=False to keep it, got requires_grad=True for "
+            f"{', '.join(new)}, whose gradients the graph does not compute: capture again"
+        )
 
     def _check_no_gradient(self, i: int) -> None:
         """Refuse an input that needs a gradient where its sample needed none."""
@@ -330,7 +346,9 @@ def state_restored(subjects: Iterable[Subject]) -> Iterator[None]:
     subjects = list(subjects)
     modules = list(dict.fromkeys(module for subject in subjects for module in subject.scaled))
     saved = save_scaling(modules)
-    parameters = dict.fromkeys(p for subject in subjects for p in subject.parameters)
+    parameters = dict.fromkeys(
+        p for subject in subjects for p in subject.parameters(requires_grad=True)
+    )
     found = [getattr(p, "main_grad", None) for p in parameters]
     grads = [(grad, grad.clone()) for grad in found if grad is not None]
     try:

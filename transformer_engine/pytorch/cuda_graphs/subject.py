@@ -40,11 +40,10 @@ class Subject:
         self.cached_weights: list[Any] = []  # keeps that memory alive
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that need gradients."""
+    def parameters(self, requires_grad: bool) -> tuple[nn.Parameter, ...]:
+        """Returns the parameters that need gradients, or those that need none."""
         every = () if self.module is None else self.module.parameters()
-        return tuple([p for p in every if p.requires_grad])
+        return tuple([p for p in every if p.requires_grad is requires_grad])
 
     def call(
         self,
