@@ -191,11 +191,17 @@ def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
     plain = (torch.Tensor, torch.nn.Parameter)
     batched = [isinstance(x, torch.Tensor) and _is_batched(x) for x in inputs]
     if _functorch_interpreter() is not None or any(batched):
-        what = "transforms of torch.func (grad, vjp, jvp, vmap, ...)"
-    elif any(type(x) in plain and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        what = "forward-mode differentiation (torch.autograd.forward_ad)"
-    else:
-        return
+        refuse_transforms(layer)
+    if any(type(x) in plain and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        _refuse_inside("forward-mode differentiation (torch.autograd.forward_ad)", layer)
+
+
+def refuse_transforms(layer: str) -> NoReturn:
+    """Raise NotImplementedError because functorch transforms the call of a layer."""
+    _refuse_inside("transforms of torch.func (grad, vjp, jvp, vmap, ...)", layer)
+
+
+def _refuse_inside(what: str, layer: str) -> NoReturn:
     where = f" (layer {layer})" if layer else ""
     raise NotImplementedError(
         f"[forward] expected a call outside of {what}, which layers of transformer_engine do not"

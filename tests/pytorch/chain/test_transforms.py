@@ -90,6 +90,19 @@ def test_transforms_are_refused_and_leave_no_state(kind: str, transform: str, re
     assert torch.equal(run(module, x, recipe), run(twin, x, recipe))
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize("kind", ["Linear", "RMSNorm", "GELU"])
+def test_compiled_transforms_do_not_lose_gradients(kind: str, transform: str) -> None:
+    module = MODULES[kind]()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def transformed(x: torch.Tensor) -> Any:
+        return TRANSFORMS[transform](module, x)
+
+    with pytest.raises(Exception, match=r"\[forward\] expected a call .*torch\.func"):
+        transformed(torch.randn(16, 32))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", MODULES)
 def test_batches_of_backwards_are_refused(kind: str, recipe: str) -> None:

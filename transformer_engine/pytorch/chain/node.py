@@ -37,6 +37,9 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
         NotImplementedError: functorch transforms the call, an input has a tangent, or TorchScript
             traces it.
     """
+    if (plan.compiling or plan.operator) and _torch_private.transforms_active():
+        # Dynamo of torch 2.13 and older drops the backward of autograd functions in transforms.
+        _torch_private.refuse_transforms(plan.chain.layer)
     if plan.operator:
         made = torch.ops.te.chain(plan.operator, contiguous_values(inputs), [*plan.state])
         return made[0] if len(made) == 1 else tuple(made)

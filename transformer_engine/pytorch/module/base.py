@@ -304,7 +304,7 @@ class TransformerEngineBaseModule(
         stack = autocast_stack()
         chain.keep_template()
         plan = CallPlan(dtype, needs or (False,) * len(tensors))
-        plan.state = built.state
+        plan.chain, plan.state = chain, built.state
         how = (stack.entered_in_graph, stack.in_compiled_checkpoint, tuple(self._gemm_weights()))
         of_tensors = (str(device), tuple([None if t is None else t.dtype for t in tensors]))
         facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
