@@ -1,4 +1,7 @@
-"""The transpose of all ranks' rows in peer memory: lent, and copied for whoever comes later."""
+"""The transpose of all ranks' rows: readable in peer memory, and copied when another call needs it.
+
+`lend` returns codes in peer memory, which are valid until `release`; `wait` returns a copy.
+"""
 
 from types import SimpleNamespace
 
@@ -12,7 +15,7 @@ ROWS, COLS = 4, 3
 
 
 class Transfer:
-    """Of two ranks, where this one is the second."""
+    """Stands for a transfer between two ranks, of which this one is the second."""
 
     def __init__(self, out: torch.Tensor, other: torch.Tensor) -> None:
         self.out, self.other, self.received, self.released = out, other, 0, 0
@@ -26,7 +29,7 @@ class Transfer:
 
     def release_all(self) -> None:
         self.released += 1
-        self.out.zero_()  # the next transfer takes it
+        self.out.zero_()  # the next transfer overwrites this memory
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def test_lent_codes_lie_in_the_memory_until_they_are_released(gather, transfer, 
 
 
 def test_whoever_waits_gets_a_copy(gather, transfer, rows) -> None:
-    """As a later transfer does that needs the memory before the codes are read."""
+    """A later transfer calls `wait` if it needs the memory before the codes are read."""
     codes = gather.wait().codes
     assert transfer.released == 1
     assert torch.equal(codes, rows.t())

@@ -1,4 +1,4 @@
-"""Autograd functions called bare, and backwards that are guarded only where gradients are on."""
+"""Autograd functions applied by `apply_of`, with this project's `once_differentiable`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers as one node of autograd's graph: the same bits as part by part, in every arrangement."""
+"""Layers that run as one node of autograd's graph give the same bits as layers run part by part."""
 
 import copy
 import pickle
@@ -51,18 +51,18 @@ pairs = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch):
-    """Sums of gradients have one order."""
+    """Makes the order in which gradients are added deterministic."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 @pytest.fixture
 def by_parts(monkeypatch):
-    """A switch: every layer runs part by part."""
+    """A function: after it is called, every layer runs part by part."""
     return lambda: monkeypatch.setattr(run_layer, "_may_fuse", lambda x: False)
 
 
 def assert_same(make, recipe, device, by_parts, **call):
-    """Both ways, on layers of their own."""
+    """Asserts that a fused layer and an equal layer that runs part by part give the same bits."""
     call = moved(call, device)
     fused, counts, y = results(make(), recipe, device, **call)
     assert is_fused(y)
@@ -73,7 +73,8 @@ def assert_same(make, recipe, device, by_parts, **call):
     for ours, theirs in zip(fused, parts, strict=True):
         assert (ours is None) is (theirs is None)
         if ours is not None and ours.shape == (4,) and device == "cuda":
-            torch.testing.assert_close(ours, theirs)  # cuDNN sums up that of a sink in no order
+            # The gradient of a sink: cuDNN adds it in an order that is not deterministic.
+            torch.testing.assert_close(ours, theirs)
         elif ours is not None:
             assert_bitwise(ours, theirs)
 
@@ -172,7 +173,7 @@ def test_weights_in_fp8(device, by_parts):
 
 
 def test_several_layers_in_one_scope(device, by_parts):
-    """The first one's backward ends the step."""
+    """The step ends in the backward of the first layer."""
 
     def run():
         model = torch.nn.Sequential(build(device, name="a"), build(device, name="b"))
@@ -185,7 +186,7 @@ def test_several_layers_in_one_scope(device, by_parts):
 
 
 def test_statistics(device, by_parts, tmp_path):
-    """A session looks into chains: in steps of its choice, whichever way the layer runs."""
+    """A session logs the same statistics, in every second step, however the layer runs."""
 
     def run(folder):
         what = {"stats": ["mean", "max"], "tensors": ["activation", "gradient"], "freq": 2}
@@ -270,7 +271,7 @@ def test_a_schedule_of_dropout_keeps_few_chains():
 
 
 def test_replicas_have_parameters_of_their_own():
-    """As `torch.nn.parallel.replicate` makes them, in each step."""
+    """The replicas are made as `torch.nn.parallel.replicate` makes them in each step."""
     layer, x = build(), batch()
     layer(x)
     modules = [*layer.modules()]

@@ -1,4 +1,4 @@
-"""Memory by the short way: the same tensors as by torch's own, on the same devices."""
+"""Memory from torch's fastest allocation function: the same tensors as from `torch.empty`."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_new_empty(device, monkeypatch, short, shape):
 
 
 def test_modes_see_what_is_allocated(device):
-    """Or a recording would miss memory that Python asks for while it is recorded."""
+    """While a call is recorded, a dispatch mode must see all memory that Python allocates."""
     seen = []
 
     class Watch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Views whose memory holds the negative of their values, as imaginary parts of conjugates do."""
+"""Views with the negative bit: their memory holds the negated values (`x.conj().imag` is one)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8Curren
 
 
 def negative(*shape: int) -> torch.Tensor:
-    """Contiguous, with the bit."""
+    """Returns a contiguous random tensor with the negative bit."""
     x = torch._neg_view(torch.randn(shape))
     assert x.is_neg() and x.is_contiguous()
     return x
@@ -57,7 +57,7 @@ def test_modules_read_signs(kind: str, recorded: bool, recipe: str) -> None:
         return [y, x.grad]
 
     twin = copy.deepcopy(module)
-    for _ in range(3):  # the later ones from recordings
+    for _ in range(3):  # later calls run from recordings
         x, upstream = negative(16, 2, 32), negative(16, 2, 32)
         plain = results(twin, x.resolve_neg(), upstream.resolve_neg())
         for one, two in zip(results(module, x, upstream), plain, strict=True):

@@ -1,4 +1,4 @@
-"""Whoever observes or replaces a part of a layer is obeyed, at any size, on any device."""
+"""Hooks, subclasses and replaced parts of a layer take effect, with inputs of any size."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ CLASSES = {
 
 @pytest.fixture(params=["small", "large"])
 def size(request):
-    """The same tensors, below and above the size at which layers become one node."""
+    """Inputs of one size count as small, so that layers are fused, or as large."""
     with as_large_inputs(request.param == "large"):
         yield request.param
 
@@ -120,7 +120,7 @@ def test_a_subclass(device, size):
 
 
 class Lora(nn.Module):
-    """As peft wraps a projection."""
+    """Adds a low-rank product to a projection, as the library peft does."""
 
     def __init__(self, base, rank=4):
         super().__init__()
@@ -141,7 +141,7 @@ def test_low_rank_adapters(device, size):
     y = run(layer, device)
     assert not torch.equal(y, before)
     assert layer.self_attention.proj.up.weight.grad.any()
-    assert layer.self_attention.proj.base.weight.grad is not None  # of the run before
+    assert layer.self_attention.proj.base.weight.grad is not None  # from the first run
 
 
 class Halved(nn.Module):
@@ -166,7 +166,7 @@ def test_parametrisations(device, size):
 
 
 def test_an_argument_that_is_as_it_would_be_without(device):
-    """Given or not, the layer computes, and runs, alike."""
+    """An argument that is equal to the layer's setting changes neither the result nor the path."""
     layer = build(device)
     expected = layer(batch(device))
     for arguments in (
@@ -182,7 +182,7 @@ def test_an_argument_that_is_as_it_would_be_without(device):
 
 
 def test_gradients_that_somebody_waits_for_leave_part_by_part(device, size):
-    """Those of the MLP are there before attention's backward begins."""
+    """With hooks on parameters, the MLP's gradients are ready before attention's backward runs."""
     layer, order = build(device), []
     expected = run(layer, device)
     for name, parameter in layer.named_parameters():
@@ -237,7 +237,7 @@ def one_rank():
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 def test_fully_shard_sees_every_part(one_rank):
-    """Each part is a node, so that shards leave while the backward goes on."""
+    """Each part runs as a node of its own, so its gradients are sent while the backward runs."""
     layer = build()
     expected = run(layer, "cpu")
     layer.zero_grad()
@@ -250,7 +250,7 @@ def test_fully_shard_sees_every_part(one_rank):
 
 
 def test_distributed_data_parallel_is_no_observer(one_rank):
-    """Its buckets hold more than a layer that is small enough to be one node."""
+    """Its hooks on the nodes that accumulate gradients do not make layers run part by part."""
     layer = build()
     expected = run(layer, "cpu")
     y = run(DistributedDataParallel(layer), "cpu")

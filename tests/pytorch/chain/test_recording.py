@@ -1,4 +1,7 @@
-"""Recordings of chains: the same bits as stage by stage; what may not be recorded is not."""
+"""Recordings of chains give the same bits as stages that run one by one.
+
+Calls that cannot be recorded run stage by stage.
+"""
 
 import weakref
 from functools import partial
@@ -35,12 +38,12 @@ pairs = pytest.mark.parametrize(
 
 @pytest.fixture
 def by_stages(monkeypatch):
-    """A switch: no chain is recorded any more."""
+    """A function: after it is called, no chain is recorded."""
     return lambda: monkeypatch.setattr(segments, "_segments_of", lambda *_: [])
 
 
 def results(module, recipe, device, autocast=False, **call):
-    """Everything that three training steps and an evaluation leave behind."""
+    """Results, gradients and amax histories of three training steps and an evaluation."""
     mixed = torch.autocast(device, torch.bfloat16, enabled=autocast)
     torch.manual_seed(3)
     found = []
@@ -49,7 +52,7 @@ def results(module, recipe, device, autocast=False, **call):
         with scope(recipe), mixed:
             out = module(x * 1.0, **call)
         outs = out if isinstance(out, tuple) else (out,)
-        wanted = outs if step != 1 else outs[-1:]  # a backward without the first result, too
+        wanted = outs if step != 1 else outs[-1:]  # a loss without the first result
         torch.autograd.backward(wanted, [torch.randn_like(t) for t in wanted])
         found += [*outs, x.grad, *(p.grad for p in module.parameters())]
         for p in module.parameters():
@@ -70,7 +73,7 @@ def same(got, expected):
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pairs
 def test_the_bits_of_running_by_stages(device, by_stages, name, recipe, autocast):
-    """Also where torch.autocast asks for casts of parameters in fp32."""
+    """With torch.autocast, the parameters are fp32 and are cast."""
     dtype = torch.float32 if autocast else torch.bfloat16
     module = MODULES[name](device=device, params_dtype=dtype)
     again = MODULES[name](device=device, params_dtype=dtype)
@@ -78,7 +81,9 @@ def test_the_bits_of_running_by_stages(device, by_stages, name, recipe, autocast
     got = results(module, recipe, device, autocast)
     te.gemm_report(reset=True)
     assert all(one.recorded is not None for one in segments_of(module))
-    if not name.endswith("output"):  # whose gradient torch adds to that of the result
+    # torch adds the gradients of a norm's output that is also returned, so that backward
+    # is not recorded.
+    if not name.endswith("output"):
         assert all_recorded(module)
     by_stages()
     same(got, results(again, recipe, device, autocast))
@@ -107,7 +112,7 @@ def test_kernels_are_called_by_the_recording_alone(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
 def test_cached_weights(device, by_stages, recipe):
-    """Each first micro-batch brings new weights in FP8, which later ones must take."""
+    """The first micro-batch of a step casts the weights; later ones must use the same codes."""
     found = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -170,7 +175,7 @@ def test_padding_and_empty_inputs_run_by_stages(device, rows):
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP, gelu"])
 def test_checkpointing(device, name):
-    """Backward compares what the two forwards save."""
+    """torch's checkpoint compares the tensors that the first forward and the recompute save."""
     module = MODULES[name](device=device, params_dtype=torch.bfloat16)
     grads = []
     for wrap in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
@@ -191,7 +196,7 @@ def test_python_that_computes_is_refused():
 
 
 def test_memory_that_nobody_has_named_is_refused():
-    """An address that is no input, output or persistent tensor may be anybody's tomorrow."""
+    """If no input, output or persistent tensor holds an address, its memory may be reused."""
     x, unknown = torch.ones(4), torch.zeros(4, dtype=torch.bfloat16)
 
     def python(ours, y):
@@ -229,7 +234,7 @@ def test_persistent_tensors_live_as_long_as_the_recording():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_main_grad_is_recorded_and_may_move(device, by_stages, recipe, dtype):
-    """It belongs to the call: trainers exchange it whenever they like."""
+    """Recordings take `main_grad` as an input, because trainers may replace it in each step."""
     found = []
     for run in range(2):
         torch.manual_seed(7)
@@ -258,7 +263,8 @@ def test_scratch_memory_is_shared_by_tensors_that_do_not_meet():
     with torch.no_grad(), scope("delayed"):
         module(torch.ones(64, 64, dtype=torch.bfloat16))
     (one,) = segments_of(module)
-    codes = 64 * 64  # of x, w1, w2, h; FC1's plain result and the output take two bytes an element
+    # Bytes of the codes of each of x, w1, w2 and h. The results of FC1 and FC2 are bfloat16.
+    codes = 64 * 64
     assert one.recorded.bytes < 8 * codes
 
 
@@ -275,7 +281,7 @@ def test_calls_that_need_much_memory_are_recorded_without_slabs(monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("make", [checkpoint, te.checkpoint])
 def test_checkpoints_of_calls_that_need_much_memory(make, recipe, monkeypatch):
-    """The first step, too, whose recompute must save the same tensors."""
+    """In the first step, too, the recompute must save the same tensors as the first forward."""
     found = []
     for most_bytes in (None, 4096):
         reset_autocast()
@@ -295,7 +301,7 @@ def test_checkpoints_of_calls_that_need_much_memory(make, recipe, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["high precision", "delayed", "current"])
 def test_large_inputs_are_recorded_without_slabs(device, by_stages, recipe):
-    """Every tensor is one of its own, so that its memory is free as soon as nobody needs it."""
+    """Each tensor is allocated alone, so that its memory is free after its last use."""
     with as_large_inputs():
         module = MODULES["LayerNormMLP, gelu"](device=device, params_dtype=torch.bfloat16)
         again = MODULES["LayerNormMLP, gelu"](device=device, params_dtype=torch.bfloat16)
@@ -310,7 +316,7 @@ def test_large_inputs_are_recorded_without_slabs(device, by_stages, recipe):
     "slabs", [recording.BOTH_SLABS, recording.Slabs(scratch=False, saved=False)]
 )
 def test_memory_is_free_as_soon_as_nobody_needs_it(slabs):
-    """Inputs, too: the backward's are what the forward has saved."""
+    """This includes inputs: the inputs of a backward are the tensors that the forward saved."""
     x, between = torch.full((4,), 3.0), torch.ones(4)
     ours = recording.stand_ins([x, between])
 
@@ -333,7 +339,7 @@ def test_memory_is_free_as_soon_as_nobody_needs_it(slabs):
 
 
 def test_inputs_that_begin_elsewhere_run_by_stages(device):
-    """Memory that is not aligned is copied by Python where a kernel cannot read it."""
+    """Where a kernel cannot read memory that is not aligned, Python copies it."""
     module = te.LayerNormLinear(32, 32, device=device, params_dtype=torch.bfloat16)
     memory = torch.randn(16 * 32 + 1, device=device).bfloat16()
     plain, shifted = memory[: 16 * 32].view(16, 32).clone(), memory[1:].view(16, 32)
@@ -351,7 +357,7 @@ def test_inputs_that_begin_elsewhere_run_by_stages(device):
     "make", [te.LayerNorm, te.RMSNorm, lambda size, **at: te.Linear(size, size, **at)]
 )
 def test_fake_and_meta_tensors_after_a_recorded_call(make):
-    """They have no memory, so that a recording cannot take them."""
+    """They have no memory, so they cannot be inputs of a recording."""
     module = make(32, device="cpu")
     for _ in range(2):
         module(torch.randn(4, 32, requires_grad=True))
@@ -365,7 +371,7 @@ def test_another_thread_may_call_a_layer_that_is_being_recorded(monkeypatch):
     module, x = te.LayerNormMLP(32, 64, device="cpu"), torch.ones(16, 32)
     found, made = [], segment.reader_of
 
-    def interrupted(places):  # by a call of another thread
+    def interrupted(places):  # as if another thread called the module here
         monkeypatch.setattr(segment, "reader_of", made)
         found.append(module(x))
         return made(places)

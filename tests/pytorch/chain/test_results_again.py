@@ -1,4 +1,4 @@
-"""The backward of norms and activations makes their results again, so that no GEMM saves them."""
+"""The backward computes results of norms and activations again, so that GEMMs do not save them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 
 HIDDEN, FFN = 32, 64
-BYTES = {"high precision": 2, "delayed": 1, "current": 1}  # of an element that wgrad reads
+BYTES = {"high precision": 2, "delayed": 1, "current": 1}  # per element of the input of wgrad
 
 
 def pair(monkeypatch, device, kind=te.LayerNormMLP, **arguments):
@@ -26,7 +26,10 @@ def pair(monkeypatch, device, kind=te.LayerNormMLP, **arguments):
 
 
 def step(module, recipe, x, grad):
-    """Bytes that are saved, and results of the second of two steps, which may be recorded."""
+    """The saved bytes, the result and the gradients of the second of two steps.
+
+    The second step runs from a recording if recording is on.
+    """
     for _ in range(2):
         leaf = x.clone().requires_grad_()
         module.zero_grad()
@@ -49,7 +52,7 @@ def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device
     less, found = step(again, recipe, x, grad)
     more, expected = step(saving, recipe, x, grad)
     assert_equal(found, expected)
-    if recipe == "blocks":  # each has a scale of its own
+    if recipe == "blocks":  # GEMMs save inputs in blocks
         assert less == more
     else:
         of_norm = 2 * tokens * HIDDEN if recipe == "high precision" else 0

@@ -1,4 +1,4 @@
-"""Products of fp32 operands follow torch's setting of TF32, as those of `nn.Linear` do."""
+"""Products of fp32 operands follow torch's setting of TF32, as `nn.Linear` does."""
 
 from contextlib import contextmanager
 
@@ -38,7 +38,7 @@ def test_the_setting_is_read(name):
     with setting(name):
         assert allows_tf32() is SETTINGS[name]
         if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-            for precision in ("tf32", "ieee"):  # torch refuses its old getters after this
+            for precision in ("tf32", "ieee"):  # torch's older getters raise an error after this
                 torch.backends.cuda.matmul.fp32_precision = precision
                 assert allows_tf32() is (precision == "tf32")
     assert not allows_tf32(), "torch's default"
@@ -46,7 +46,7 @@ def test_the_setting_is_read(name):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_every_product_follows(compiled, monkeypatch):
-    """Recordings are made anew where the setting changes, of forward and backward."""
+    """After a change of the setting, forward and backward are recorded again."""
     seen = []
     define = gemm._define
 
@@ -80,7 +80,7 @@ def test_every_product_follows(compiled, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_layer_rounds_as_torch_does():
-    """fp32 has 24 bits and TF32 has 11: results tell one from the other."""
+    """The error shows which format was used: fp32 has 24 significant bits, TF32 has 11."""
     torch.manual_seed(0)
     x = torch.randn(512, 1024, device="cuda", requires_grad=True)
     ours = te.Linear(1024, 512, device="cuda")

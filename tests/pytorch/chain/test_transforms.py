@@ -1,4 +1,7 @@
-"""Forward-mode differentiation, transforms of torch.func and traces: refused, never half done."""
+"""Forward-mode differentiation, transforms of torch.func and traces raise an error.
+
+Otherwise tangents would be lost, or state of FP8 changed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights of a chain are cast at once, each as alone, where every call casts them."""
+"""The weights of a chain are cast in few launches, with the same codes as cast one by one.
+
+This is done where every call casts the weights.
+"""
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8Curre
 
 @pytest.fixture
 def batches(monkeypatch):
-    """The numbers of weights of `quantize_many`, call by call."""
+    """The number of weights of each call of `quantize_many`."""
     sizes = []
     original = casts.quantize_many
 
@@ -42,7 +45,7 @@ def layer(device):
 
 
 def trained(module, x, recipe="delayed", **call):
-    """Results and gradients of some steps with scales that follow."""
+    """Results and gradients of three steps, between which the scales change."""
     found = []
     for _ in range(3):
         module.zero_grad()
@@ -79,7 +82,7 @@ def test_weights_that_are_not_cast_by_every_call(batches, device):
 
 
 def test_sides_differ(batches, device):
-    """The first weight has no column-wise side where nothing before it has a gradient."""
+    """The first weight needs no column-wise side if nothing before it needs a gradient."""
     mlp = te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16, device=device)
     mlp.layer_norm_weight.requires_grad_(False)
     mlp.layer_norm_bias.requires_grad_(False)
