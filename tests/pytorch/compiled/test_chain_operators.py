@@ -1,4 +1,4 @@
-"""Chains as operators of compiled code: what shares one, and what each call may differ in."""
+"""Chains as operators of compiled code: which layers share one, and how calls may differ."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_layers_that_are_alike_share_a_graph() -> None:
 
 
 def test_layers_on_other_devices_have_operators_of_their_own() -> None:
-    """A recording is of one device, and operators know where it puts saved tensors."""
+    """An operator depends on the memory plan of a recording, which is made for one device."""
     layer = te.LayerNormMLP(HIDDEN, 64, device="cpu")
     facts = (OUTSIDE, torch.float32, (True,) * 7)
     devices = [torch.device("cuda", index) for index in (0, 0, 1)]
@@ -74,7 +74,7 @@ def test_a_setting_that_changes_is_another_operator() -> None:
 
 
 def test_other_code_has_other_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update of the package must not run graphs that caches on disk keep from before."""
+    """After an update of the package, graphs in caches on disk must not run with its new code."""
     keys = []
     for sources in ("old", "new"):
         monkeypatch.setattr(compiled, "_hash_of_sources", lambda sources=sources: sources)
@@ -100,7 +100,7 @@ def test_histories_of_any_length(lengths: tuple[int, int]) -> None:
 
 
 def test_inputs_that_recordings_refuse() -> None:
-    """Memory that begins at 4 bytes comes after a call that was recorded."""
+    """After a recorded call comes an input that begins at 4 bytes, which no recording takes."""
     eager = te.LayerNormLinear(HIDDEN, 64, device="cpu")
     call = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
     for offset in (0, 1, 0):
@@ -112,7 +112,7 @@ def test_inputs_that_recordings_refuse() -> None:
 
 @pytest.mark.parametrize("shape", [(16, HIDDEN), (2, 8, HIDDEN)])
 def test_results_that_backward_reads(shape: tuple[int, ...]) -> None:
-    """The output of the norm is returned, and the gradient of the weight needs it."""
+    """The output of the norm is returned, and the weight gradient is computed from it."""
     eager = te.LayerNormLinear(HIDDEN, 64, return_layernorm_output=True, device="cpu")
     twin = copy.deepcopy(eager)
     call = torch.compile(twin, fullgraph=True, backend="aot_eager")
@@ -148,7 +148,7 @@ def test_gemm_report_counts_eager_calls_alone() -> None:
 
 
 def test_rows_from_another_offset_at_each_call() -> None:
-    """Strides and offsets become symbols; sizes stay numbers."""
+    """Strides and offsets become symbols, sizes stay constants."""
     layer = te.Linear(HIDDEN, HIDDEN, device="cpu")
     rows = torch.compile(lambda x, n: layer(x[n : n + 16]), backend="aot_eager")
     x = leaf(64)
@@ -157,7 +157,7 @@ def test_rows_from_another_offset_at_each_call() -> None:
 
 
 def test_groups_of_other_sizes_at_each_call() -> None:
-    """Sizes become symbols, some of which turn out to be numbers."""
+    """Sizes become symbols, some of which tracing then replaces by constants."""
     layer = te.GroupedLinear(3, HIDDEN, HIDDEN, device="cpu")
     grouped = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for sizes in ([16, 16, 16], [0, 16, 32], [8, 8, 32]):
@@ -183,7 +183,10 @@ def gradients(model: torch.nn.Module, call: Any, x: torch.Tensor, autocast: bool
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_operators_know_what_autocast_casts(kind: str) -> None:
-    """The first layer casts its input, the second only its weights; others have nothing to cast."""
+    """Under autocast the first layer casts input and weights, the second only its weights.
+
+    Layers in bfloat16 without autocast cast nothing.
+    """
     build = {"linear": lambda **how: te.Linear(HIDDEN, HIDDEN, device="cpu", **how)}
     build["mlp"] = lambda **how: te.LayerNormMLP(HIDDEN, 64, device="cpu", **how)
     cases = [

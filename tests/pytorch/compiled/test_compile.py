@@ -1,6 +1,6 @@
-"""torch.compile(fullgraph=True): every module and the GPT example, equal to eager, compiled once.
+"""torch.compile(fullgraph=True): modules and the GPT example give eager results, compiled once.
 
-Rotary embedding is in the GPT. `InferenceParams` is not compiled: its state is Python's.
+The GPT covers rotary embedding. `InferenceParams` is not compiled, because it is state in Python.
 """
 
 import copy
@@ -28,7 +28,10 @@ RECIPES = {
 
 
 class Attention(nn.Module):
-    """DotProductAttention of one input; two gradients add up to the same in any order."""
+    """DotProductAttention of one input.
+
+    The values are detached, so that only two gradients are added: their order changes nothing.
+    """
 
     def __init__(self, **arguments):
         super().__init__()
@@ -62,12 +65,12 @@ class Case(NamedTuple):
     """What is compiled, and how.
 
     Attributes:
-        kind: of the module.
-        dtype: of its parameters and inputs; of torch.autocast for the GPT.
+        kind: name of the module's class.
+        dtype: dtype of parameters and inputs; for the GPT, the dtype of torch.autocast.
         recipe: a key of RECIPES.
-        inside: autocast is entered in compiled code.
-        dynamic: sizes are symbols.
-        training: gradients are compared too.
+        inside: whether `fp8_autocast` is entered in compiled code.
+        dynamic: whether sizes are symbols.
+        training: whether gradients are compared, too.
     """
 
     kind: str
@@ -89,7 +92,7 @@ class Case(NamedTuple):
         return torch.randn(length, 2, HIDDEN, dtype=self.dtype, device=device)
 
     def step(self, module, x, autocast):
-        """Output and gradients; `autocast` is entered around the call."""
+        """Output and gradients; the call is within `fp8_autocast` if `autocast` is True."""
         x = x.detach().requires_grad_(self.training and x.is_floating_point())
         module.zero_grad()
         with torch.set_grad_enabled(self.training), scope(self.recipe if autocast else None):
@@ -106,7 +109,7 @@ def scope(recipe):
 
 
 class Mixed(nn.Module):
-    """A module with the contexts that the case puts inside of compiled code."""
+    """A module with the autocasts that compiled code enters in this case."""
 
     def __init__(self, module, case):
         super().__init__()
@@ -124,7 +127,7 @@ class Mixed(nn.Module):
 
 def run(case, device, backend, compare, mode=None):
     torch._dynamo.reset()
-    reset_autocast()  # compiled code is the first to see a recipe
+    reset_autocast()  # so that compiled code is the first to use the recipe
     torch.manual_seed(0)
     eager = Mixed(build(case.kind, case.dtype, device), case)
     compiled = copy.deepcopy(eager)
@@ -145,7 +148,7 @@ def run(case, device, backend, compare, mode=None):
 
 
 def states(module):
-    """Scales and histories, after what compiled code has put off."""
+    """Scales and histories, after the updates that compiled code has deferred."""
     with te.fp8_autocast():
         pass
     found = (getattr(one, "scaling", {}) for one in module.modules())
@@ -163,7 +166,7 @@ def bitwise(results, expected):
 
 
 def near(results, expected):
-    """What a compiler fuses is rounded elsewhere, and FP8 makes steps of what is next to a step."""
+    """Compares within 5%: fused kernels round differently, which may change an FP8 code."""
     for got, wanted in zip(results, expected, strict=True):
         error = (got.double() - wanted.double()).norm()
         assert error <= 0.05 * wanted.double().norm() + 1e-6
@@ -189,18 +192,18 @@ QUICK = (
 )
 
 
-@pytest.mark.sampled_on_cpu(  # others take up to half a minute
+@pytest.mark.sampled_on_cpu(  # other cases take up to half a minute
     *("LayerNorm", "RMSNorm", "MultiheadAttention-bfloat16-current"),
     "DotProductAttention-float32-attention",
 )
 @pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_equals_eager(case, device):
-    # Gradients of attention need not repeat on a GPU.
+    # Gradients of attention are not deterministic on a GPU.
     run(case, device, "aot_eager", bitwise if device == "cpu" else near)
 
 
-@pytest.mark.sampled_on_cpu("LayerNormMLP")  # a whole layer takes it twenty seconds
+@pytest.mark.sampled_on_cpu("LayerNormMLP")  # TransformerLayer takes twenty seconds
 @pytest.mark.parametrize(
     "case",
     (
@@ -214,7 +217,8 @@ def test_inductor(case, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch makes one to own a pool
+# torch captures an empty graph to create a memory pool.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize(
     "case",
     (
@@ -225,12 +229,12 @@ def test_inductor(case, device):
     ids=str,
 )
 def test_cuda_graphs_of_inductor(case):
-    """Its pools own what is allocated inside; scratch memory of ours outlives them."""
+    """Its memory pools own all memory allocated in a graph; our workspaces outlive the pools."""
     run(case, "cuda", "inductor", near, mode="reduce-overhead")
 
 
 def test_calibration(device):
-    """In compiled code too, scales are ready behind the region."""
+    """After a calibration in compiled code, scales are updated as after one in eager mode."""
     reset_autocast()
     eager = te.Linear(HIDDEN, FFN, device=device)
     twin = copy.deepcopy(eager)
@@ -267,13 +271,13 @@ def test_micro_batches_and_gradients_in_place(recipe, device):
             outputs[-1].square().sum().backward()
         assert_bitwise(*outputs)
         cached = twin.chain.stages[-1].cached_weight[1]
-        assert not cached.rowwise.scales.requires_grad  # or it would hold what a forward has saved
+        assert not cached.rowwise.scales.requires_grad  # else they would keep a graph alive
     assert_bitwise(twin.weight.main_grad, eager.weight.main_grad)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_tokens_that_must_be_padded(recipe, device):
-    """What a stage saves for backward is no view of a longer tensor."""
+    """Tensors that a stage saves for the backward are not views of longer, padded tensors."""
     reset_autocast()
     torch._dynamo.reset()
     case = Case("LayerNormMLP", BF16, recipe, False, False, True)
@@ -287,7 +291,7 @@ def test_tokens_that_must_be_padded(recipe, device):
 
 
 def test_warnings_break_no_graph(device):
-    """A layer that FP8 cannot take, and weights kept in FP8 where nothing runs in it."""
+    """Layers that warn: one with a size that FP8 does not support, and FP8 weights without FP8."""
     reset_autocast()
     torch._dynamo.reset()
     with te.fp8_model_init():
@@ -332,7 +336,7 @@ def test_inductor_on_a_gpu(case):
 @pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_autocast_outside_and_inside(recipe, device):
-    """Under one recipe inside of the graph and another around it, all scales are updated."""
+    """With one recipe inside the graph and another one around it, all scales are updated."""
     inner = DelayedScaling(amax_history_len=2)
 
     class Three(nn.Module):

@@ -1,4 +1,4 @@
-"""`te.checkpoint` inside of compiled code: one graph, the same bits, and it does run again."""
+"""`te.checkpoint` in compiled code: one graph, the same bits, and the backward does recompute."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ def core_attention(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
 
 
 def one_after_another(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
-    """One of them several times, in its region and in another."""
+    """Two checkpoints; the MLP runs in both, and twice in the second."""
     wrap = wrap or uncheckpointed
     y = wrap(lambda x, *, scale: m["linear"](m["mlp"](x)) * scale["by"][0], x, scale={"by": [2.0]})
     return wrap(lambda x: m["mlp"](m["mlp"](x)), m["linear"](y))
@@ -51,7 +51,7 @@ def a_layer(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """What is trained, under which recipe, and where its autocast is entered."""
+    """What is trained, with which recipe, and whether compiled code enters the autocast."""
 
     body: Call
     recipe: str
@@ -66,7 +66,7 @@ class Case(NamedTuple):
     def train(
         self, device: str, wrap: Call | None, compiler: Call = lambda function, **_: function
     ) -> list[torch.Tensor]:
-        """Results, gradients and FP8 state of some steps."""
+        """Results, gradients and FP8 state of three steps."""
         reset_autocast()
         torch._dynamo.reset()
         modules = build(device)
@@ -100,7 +100,7 @@ class Case(NamedTuple):
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> None:
-    """As eager mode: on a GPU its kernels take some sums by the way, in another order."""
+    """Compares with eager mode, whose kernels add some sums in another order on a GPU."""
     if torch.device(device).type == "cpu":
         assert_equal(found, expected)
     else:
@@ -108,7 +108,7 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor], device: str) -
 
 
 def near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Rounded elsewhere, and FP8 makes steps of what is next to a step."""
+    """Compares within 5%: results are rounded differently, which may change an FP8 code."""
     for got, wanted in zip(found, expected, strict=True):
         error = (got.double() - wanted.double()).norm()
         assert error <= 0.05 * wanted.double().norm() + 1e-6
@@ -133,7 +133,7 @@ CASES = (
 @pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_eager(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a checkpoint and without."""
+    """Compares with eager mode with a checkpoint, then without one."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     wrap = partial(te.checkpoint, use_reentrant=case.reentrant)
     found = case.train(device, wrap, compiled())
@@ -160,16 +160,18 @@ def test_activations_are_not_kept(recipe: str) -> None:
     assert not run["backward chain_forward"] and run["backward chain_backward"] == 1
     layer.checkpoint = True
     less, again = saved_and_run(layer, x, recipe)
-    # In high precision once more, for wgrad.
+    # In high precision the norm runs once more, for wgrad.
     assert again["backward norm_forward"] == 1 + (recipe == HIGH)
-    # The activation's backward makes what wgrad reads; FP8 needs the scale of the forward, too.
+    # The activation's backward makes the input of wgrad. In FP8 that input needs a scale, so the
+    # activation runs again.
     assert again["backward activation_forward"] == (recipe != HIGH)
     assert again["forward norm_forward"] == run["forward chain_forward"] == 1
     assert x.nbytes <= less < x.nbytes + 512 < saved / 2  # scales are small
 
 
 def test_core_attention_is_not_kept() -> None:
-    core = te.DotProductAttention(2, 16, softmax_type="off-by-one")  # scores exist
+    # With this softmax the scores are stored.
+    core = te.DotProductAttention(2, 16, softmax_type="off-by-one")
     x = torch.randn(64, 2, 2, 16, requires_grad=True)
     (saved, run), (less, again) = (
         saved_and_run(lambda x, how=how: core(x, x, x, checkpoint_core_attention=how), x, HIGH)
@@ -184,7 +186,7 @@ def test_core_attention_is_not_kept() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("drop", [nn.functional.dropout, Residual(with_residual=False)])
 def test_gradients_belong_to_the_mask(drop: Call, backend: str, device: str) -> None:
-    """Whatever is drawn between forward and backward."""
+    """Random numbers drawn between forward and backward do not change the mask."""
     torch._dynamo.reset()
     call = torch.compile(
         lambda x: te.checkpoint(lambda x: drop(x, 0.5).exp() * x, x),
@@ -220,12 +222,13 @@ def test_dropout_of_a_layer(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if torch.device(device).type == "cpu":
         assert_equal(found[1], found[0])
         return
-    # Graphs that compute random numbers again draw them otherwise: are gradients the function's?
+    # A graph that recomputes draws other random numbers than one that does not, so only check
+    # that the results are finite.
     assert all(bool(t.isfinite().all()) for t in found[1])
 
 
 def test_micro_batches(device: str) -> None:
-    """Weights that are cached in a region are cached for the next."""
+    """Weights that the first micro-batch caches in a checkpoint are used by later ones."""
     found = []
     for wrap in (uncheckpointed, te.checkpoint):
         reset_autocast()
@@ -279,7 +282,7 @@ def test_inference_runs_once(grad: Call, device: str) -> None:
 
 
 def test_calibration_counts_once() -> None:
-    """High precision that notes amaxes, before the scales of FP8 are needed."""
+    """Calibration runs in high precision and records amaxes; a recompute must not record them."""
     found = []
     for wrap in (uncheckpointed, te.checkpoint):
         reset_autocast()

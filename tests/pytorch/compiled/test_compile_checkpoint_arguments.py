@@ -1,4 +1,4 @@
-"""Arguments of `te.checkpoint` inside of compiled code, and what a graph cannot do."""
+"""Arguments of `te.checkpoint` in compiled code, and errors for what graphs do not support."""
 
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ def test_what_a_graph_cannot_do() -> None:
     call = compiled()(lambda x: te.checkpoint(layer, x, tp_group=None, **without_effect))
     assert torch.equal(call(x), layer(x))
     call = compiled()(lambda x: te.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker))
-    with torch.no_grad():  # nothing is kept, nothing runs again
+    with torch.no_grad():  # nothing is saved or recomputed
         assert torch.equal(call(x), layer(x))
 
 
@@ -52,7 +52,7 @@ def test_positional_arguments_of_older_versions() -> None:
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_torchs_own_checkpoint_is_right_or_refused(recipe: str) -> None:
-    """It may compute scales again with all else, and by then they have moved on."""
+    """It recomputes with the current scales; if an update has changed them, that is an error."""
     found = []
     for inside in (False, True):
         reset_autocast()
@@ -68,7 +68,7 @@ def test_torchs_own_checkpoint_is_right_or_refused(recipe: str) -> None:
             return y
 
         x = torch.ones(16, HIDDEN).cumsum(1).requires_grad_()
-        with scope(recipe):  # makes the state: under a checkpoint, that is an error of Dynamo
+        with scope(recipe):  # makes the scaling state; in a checkpoint Dynamo refuses to do so
             compiled()(eager)(2 * x.detach())
         call = compiled()(forward) if inside else eager
         with scope(recipe):
@@ -89,7 +89,7 @@ def keep_gemms(context: object, operator: object, *args: object, **kwargs: objec
 
 
 def test_a_policy_of_ones_own() -> None:
-    """`context_fn` is torch's."""
+    """`context_fn` has the same meaning as for torch's checkpoint."""
     layer = build("cpu")["mlp"]
     x = torch.randn(64, HIDDEN, requires_grad=True)
     contexts = partial(create_selective_checkpoint_contexts, keep_gemms)

@@ -1,4 +1,4 @@
-"""Graphs of `dynamic=True`, in which numbers of recipes and modules may be symbols."""
+"""Graphs with `dynamic=True`, in which attributes of recipes and modules may be symbols."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from transformer_engine.common.recipe import DelayedScaling
 
 
 def largest(history):
-    """As `amax_compute_algo="max"`."""
+    """Computes what `amax_compute_algo="max"` does."""
     return history.amax(0)
 
 
@@ -20,7 +20,7 @@ OWN = DelayedScaling(amax_history_len=4, amax_compute_algo=largest)
 
 
 def function_of(layer):
-    """A step of the layer with an autocast inside, under a recipe made there, or under `OWN`."""
+    """A function that runs the layer in an autocast, with a recipe that it makes, or with `OWN`."""
 
     def step(x, length=None, algorithm="max"):
         recipe = OWN
@@ -34,7 +34,7 @@ def function_of(layer):
 
 @pytest.fixture
 def pair(device):
-    """A layer that is compiled, and its twin in eager mode, as functions that train them."""
+    """A layer and its compiled function, and an equal layer and its eager function."""
     torch._dynamo.reset()
     layer = te.Linear(32, 32, device=device)
     twin = copy.deepcopy(layer)
@@ -43,7 +43,7 @@ def pair(device):
 
 
 def train(pair, x, *arguments):
-    """A step of both, which must be equal."""
+    """Runs a training step of both layers, whose results must be equal."""
     found = []
     for layer, step in pair:
         y = step(x, *arguments)
@@ -68,7 +68,7 @@ def test_functions_of_ones_own(pair, device):
 
 
 def test_another_length_of_the_history(pair, device):
-    """The third length would be a symbol, which the state cannot have."""
+    """Dynamo would make the third length a symbol, which the scaling state cannot have."""
     for length in (4, 8, 16, 4):
         for step in range(2):
             train(pair, torch.full((32, 32), 1.0 + step + length, device=device), length)
@@ -86,7 +86,7 @@ def test_another_recipe_elsewhere_compiles_nothing_again(pair, device):
 
 
 def test_loaded_states_are_updated(pair, device):
-    """They are new objects, which must join the group of compiled code."""
+    """Loaded states are new objects, which must join the scaling group of compiled code."""
     x = torch.randn(32, 32, device=device)
     for step in range(2):
         train(pair, (1 + step) * x, 4)
@@ -97,7 +97,8 @@ def test_loaded_states_are_updated(pair, device):
     assert pair[0][0].scaling["forward"].scale[0].item() != 1.0
 
 
-# An autocast in eager mode would run what compiled code has deferred: twins do not take turns.
+# An autocast in eager mode would run updates that compiled code has deferred. So in the next
+# three tests, the compiled layer runs all its steps before the eager one does.
 
 
 def test_another_recipe_ends_no_step_of_the_one_before(pair, device):
@@ -126,7 +127,7 @@ def test_copies_have_what_is_deferred(pair, device):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
 def test_a_graph_break_within_an_autocast(device):
-    """The second piece begins with what the first has deferred; the backward comes later."""
+    """The second graph begins while updates of the first are deferred."""
     torch._dynamo.reset()
     layers = [te.Linear(32, 32, device=device) for _ in range(2)]
     twins = copy.deepcopy(layers)
@@ -151,7 +152,7 @@ def test_a_graph_break_within_an_autocast(device):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [(0,), (1,), (0, 1)], ids=str)
 def test_compiled_layers_among_eager_ones(compiled, device):
-    """Every layer of an autocast has the scales and gradients of eager mode, whichever is first."""
+    """Scales and gradients are those of eager mode, whether or not a compiled layer runs first."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = [te.Linear(32, 32, device=device) for _ in range(2)]
@@ -180,7 +181,10 @@ def test_compiled_layers_among_eager_ones(compiled, device):
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("delayed", [True, False])
 def test_eager_layers_in_an_autocast_of_compiled_code(delayed, nested, device):
-    """Behind a break of the graph, layers have the scales of eager mode; so they do outside."""
+    """Layers that run eagerly after a graph break have the scales of eager mode.
+
+    After the autocast they run in high precision.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     recipe = DelayedScaling(amax_history_len=4)

@@ -1,4 +1,4 @@
-"""Compiled code that writes weights in FP8: those of optimizers, and slices."""
+"""Compiled code that writes weights in FP8: operators of optimizers, and writes to slices."""
 
 import copy
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_writes(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("precision", [name for name in RECIPES if name != "high precision"])
 def test_steps_of_an_optimizer(precision: str, device: str) -> None:
-    """The next forward and backward read what they have written."""
+    """The next forward and backward read the weights that the step has written."""
     torch._dynamo.reset()
     found: list[list[torch.Tensor]] = []
     for compiled in (False, True):

@@ -1,4 +1,7 @@
-"""Layers as one operator of compiled code: the bits of eager mode, and when parts are called."""
+"""Layers as one operator of compiled code: they give the bits of eager mode.
+
+With some arguments and settings, compiled code calls the parts of a layer instead.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from transformer_engine.pytorch.attention.backends import BACKENDS, choice
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 
-# Compiled code has other backends for them on GPUs, with other roundings.
+# On GPUs, compiled code runs these on another backend, which rounds differently.
 OTHER_ATTENTION = {"window", "slopes"}
 BY_PARTS = {
     *("dropout", "dropout of a tracker", "dropped paths"),
@@ -31,7 +34,7 @@ BY_PARTS = {
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU attention that may be recorded, as cuDNN's is; gradients have one order."""
+    """Makes gradients deterministic, and attention on the CPU recordable, as it is with cuDNN."""
     reset_autocast()
     torch._dynamo.reset()
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -40,12 +43,13 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     (unfused,) = [one for one in BACKENDS if one.name == "unfused"]
     recordable = (unfused._replace(recordable=lambda call: True, records_on=("cpu",)),)
-    monkeypatch.setattr(choice, "_choose", lambda *facts: recordable[0])  # which is memoised
+    # `_choose` is memoised, so replacing `BACKENDS` alone has no effect on it.
+    monkeypatch.setattr(choice, "_choose", lambda *facts: recordable[0])
     monkeypatch.setattr(stage, "BACKENDS", recordable)
 
 
 def compare(layer: Any, recipe: str, device: str, case: str = "", **call: Any) -> ChainGraphs:
-    """Steps of a layer in eager mode and compiled, bit by bit where both have one backend."""
+    """Compares a layer in eager mode and compiled: bit by bit if both run on the same backend."""
     near = device == "cuda" and case in OTHER_ATTENTION
     call, twin, graphs = moved(call, device), copy.deepcopy(layer), ChainGraphs()
     expected, _, _ = results(layer, recipe, device, **call)
@@ -88,7 +92,7 @@ def test_one_operator(device: str, kind: str, recipe: str) -> None:
 def test_fp8_attention(
     device: str, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scaling state is that of the attention module, beside that of projections."""
+    """FP8 attention has a scaling state of its own, in addition to those of the projections."""
     recipe = DelayedScaling(amax_history_len=length, fp8_dpa=True)
     monkeypatch.setitem(RECIPES, "fp8 attention", recipe)
     layer = make_of(kind, device)
@@ -141,7 +145,7 @@ def test_random_numbers_need_parts(device: str, kind: str) -> None:
 
 
 class Doubled(te.LayerNormMLP):
-    """Not a class that `joins_chains`."""
+    """A subclass, which does not inherit `joins_chains`."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         return super().forward(*arguments, **keywords) * 2
@@ -169,7 +173,7 @@ def test_observers_are_called(device: str, observe: Any) -> None:
 
 
 def test_large_inputs_are_traced_stage_by_stage(device: str) -> None:
-    """The same bits, from the operators of stages."""
+    """The layer is one operator and gives the bits of eager mode."""
     layer, graphs = build(device), ChainGraphs()
     x = batch(device, length=16 * 1024 * 1024 // (2 * 64 * 2) // 4096 * 4)
     assert_bitwise(torch.compile(layer, backend=graphs, fullgraph=True)(x), layer(x))
@@ -177,7 +181,7 @@ def test_large_inputs_are_traced_stage_by_stage(device: str) -> None:
 
 
 def test_sizes_that_change(device: str) -> None:
-    """Sizes become symbols: the operator is traced stage by stage, once for all sizes."""
+    """Sizes are symbols, so the operator is traced stage by stage, once for all sizes."""
     layer = build(device)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (16, 24, 40):
@@ -190,7 +194,7 @@ def test_sizes_that_change(device: str) -> None:
 
 
 def test_no_guard_asks_for_an_attribute_that_may_be_absent(device: str) -> None:
-    """Of a module or parameter: such a guard raises an error inside, in every call."""
+    """A guard on an absent attribute of a module raises and catches an error in every call."""
     asked: list[str] = []
 
     def keep(guards: Any) -> list[bool]:

@@ -30,7 +30,7 @@ def batch(device: str, step: int, largest: float = 1.0) -> torch.Tensor:
 
 
 def states_of(module: nn.Module) -> list[torch.Tensor]:
-    process_state().flush()  # what compiled code has deferred
+    process_state().flush()  # run the updates that compiled code has deferred
     states = [s for m in module.modules() for s in getattr(m, "scaling", {}).values()]
     return [t for s in states for t in (s.scale, s.amax_history)]
 
@@ -38,7 +38,7 @@ def states_of(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("kind", RECIPES)
 def test_eager_calls_under_another_recipe(kind: str, evaluated: bool, device: str) -> None:
-    """They update the scales of what was compiled, by their own recipe."""
+    """Eager calls of a layer that was compiled before update its scales by their own recipe."""
     first, second = RECIPES[kind]
     eager = te.Linear(32, 32, device=device)
     twin = copy.deepcopy(eager)
@@ -63,7 +63,7 @@ def test_eager_calls_under_another_recipe(kind: str, evaluated: bool, device: st
 
 
 def test_layers_compiled_one_by_one_share_a_graph(device: str) -> None:
-    """After an eager step, which makes the states of all."""
+    """The first step is eager and makes the scaling states of all layers."""
     recipe = DelayedScaling(amax_history_len=4)
     eager = nn.Sequential(*[te.LayerNormMLP(32, 64, device=device) for _ in range(3)])
     twin = copy.deepcopy(eager)
@@ -110,10 +110,10 @@ def test_a_graph_stays_when_a_state_dict_is_loaded(device: str) -> None:
         assert_bitwise(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads that of the input
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads the input's `.grad`
 @pytest.mark.parametrize("apart", [False, True], ids=["new", "of another step"])
 def test_modules_that_join_behind_a_compiled_one(apart: bool, device: str) -> None:
-    """Compiled code takes the group of the eager modules before it along, within their step."""
+    """Within a step, compiled code joins the scaling group of the eager modules before it."""
     recipe, model = DelayedScaling(amax_history_len=4), nn.ModuleList()
     model.extend([te.Linear(32, 32, device=device) for _ in range(3)])
     twin, found = copy.deepcopy(model), []
@@ -137,7 +137,7 @@ def test_modules_that_join_behind_a_compiled_one(apart: bool, device: str) -> No
 
 
 def test_evaluations_under_another_recipe(device: str) -> None:
-    """They leave lengths of histories and groups, as in eager mode."""
+    """An evaluation changes neither history lengths nor scaling groups, as in eager mode."""
     recipe, other = RECIPES["history"]
     layer = te.LayerNormMLP(32, 64, device=device)
     twin, found = copy.deepcopy(layer), []
