@@ -1,4 +1,4 @@
-"""The backward of activations that also makes the result of the forward again."""
+"""The backward of activations, which can also compute the result of the forward again."""
 
 import fp8_reference as fp8
 import pytest
@@ -16,7 +16,10 @@ from transformer_engine.pytorch.kernels.quantize import quantize
 @pytest.mark.parametrize("name", cases.KINDS)
 @pytest.mark.sanitize
 def test_the_backward_makes_the_result_of_the_forward_again(name, shape, device):
-    """Plain, in place of `dy` too, and as transposed codes of either scaling; `dx` is the same."""
+    """As a plain tensor, also written over `dy`, and as transposed codes; `dx` stays the same.
+
+    The codes are those of delayed and of current scaling.
+    """
     for dtype in fp8.HIGH_PRECISION:
         x, dy = inputs(name, *shape, dtype, device)
         kind = op.activation_kind(name)

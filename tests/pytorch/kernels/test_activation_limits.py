@@ -1,4 +1,4 @@
-"""Activations at the edges of fp32: infinities, overflow, subnormals, NaN, saturation."""
+"""Activations of extreme values: infinities, overflow, subnormals, NaN, saturation."""
 
 import fp8_reference as fp8
 import pytest
@@ -41,7 +41,7 @@ def test_small_values_keep_their_sign_and_slope(name, device):
 
 @pytest.mark.parametrize("name", cases.KINDS)
 def test_nan_stays_where_it_is(name, device):
-    """In the values and codes of its place only; the amax ignores it."""
+    """Only the value and the code of the same element are NaN; the amax ignores it."""
     x = torch.randn(32, cases.width(name, 64)).bfloat16().to(device)
     dy = torch.randn(32, 64).bfloat16().to(device)
     x[5, 7] = float("nan")
@@ -84,7 +84,7 @@ FP8 = {"scale": 3.0, "rowwise": True, "columnwise": True}
 
 
 def clamped_both_ways(x, dy, device, numbers, **fp8_arguments):
-    """The results of forward and backward, on the CPU."""
+    """Results of forward and backward, computed on `device` and copied to the CPU."""
     kind, x, dy = op.activation_kind("clamped_swiglu"), x.to(device), dy.to(device)
     if fp8_arguments:
         fp8_arguments["scale"] = torch.tensor([fp8_arguments["scale"]], device=device)
@@ -95,14 +95,14 @@ def clamped_both_ways(x, dy, device, numbers, **fp8_arguments):
 
 @pytest.mark.parametrize("numbers", CLAMPS, ids=str)
 def test_clamps_where_the_numbers_say(numbers, device):
-    """Halves beyond the limit, on it and inside it; the bias gradient sums what is left."""
+    """Inputs above, at and below the limit; the bias gradient is the sum of the clamped `dx`."""
     for dtype, bound in ((F32, 4e-6), (torch.bfloat16, 4e-3)):
         x, dy = (torch.randn(33, 2 * 40) * 2).to(dtype), torch.randn(33, 40).to(dtype)
         x[0, :2], x[0, 40:42] = numbers["limit"], -numbers["limit"]
         y, *_, dx, _, _, _, dbias = clamped_both_ways(x, dy, device, numbers)
         expected = cases.reference("clamped_swiglu", x.double(), **numbers)
         gradient = cases.reference_backward("clamped_swiglu", dy, x, **numbers)
-        assert (gradient == 0).sum() > 500  # most kinds of numbers are cut off
+        assert (gradient == 0).sum() > 500  # many inputs are clamped
         torch.testing.assert_close(y.double(), expected, rtol=bound, atol=1e-6)
         torch.testing.assert_close(dx.double(), gradient, rtol=bound, atol=2e-6)
         assert torch.equal(dx == 0, gradient == 0)

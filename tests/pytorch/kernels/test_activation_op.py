@@ -1,4 +1,4 @@
-"""Activations: definition, gradient, FP8 outputs of both scalings, bias gradient, odd inputs."""
+"""Activations: definition, gradients, FP8 outputs of delayed and current scaling, errors."""
 
 import fp8_reference as fp8
 import pytest
@@ -15,7 +15,7 @@ EXACT = {"relu", "srelu", "reglu", "sreglu"}  # no transcendental function: bitw
 
 
 def assert_column_sums(got, terms):
-    """Sums in fp32 of terms that are themselves good to a few units of fp32."""
+    """Asserts sums in fp32, of terms that have errors of a few fp32 roundings themselves."""
     terms = terms.double().cpu()
     bound = (len(terms) + 64) * 2.0**-24 * terms.abs().sum(0) + 1e-6
     assert bool(((got.double().cpu() - terms.sum(0)).abs() <= bound).all())
@@ -57,7 +57,7 @@ def test_leading_sizes_are_rows(name, device):
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 @pytest.mark.parametrize("name", cases.KINDS)
 def test_delayed_scaling_rounds_once_from_fp32(name, shape, format, device):
-    """The codes are those of the float32 reference, and the amax is that of the same values."""
+    """The codes and the amax are those of the reference, which is not rounded to `dtype`."""
     for dtype in fp8.HIGH_PRECISION:
         x, dy = inputs(name, *shape, dtype, device)
         kind = op.activation_kind(name)
@@ -144,7 +144,7 @@ def test_amax_is_raised_not_replaced(name, device):
 
 
 def forward_and_backward(name, x, dy, format, device):
-    """Everything that delayed scaling returns, of both directions."""
+    """All results of forward and backward with delayed scaling."""
     kind = op.activation_kind(name)
     x, dy = x.to(device), dy.to(device)
     scale = torch.tensor([5.0], device=device)
@@ -213,7 +213,7 @@ def test_a_captured_graph_replays_to_the_same_results(name):
 
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # makes the workspaces of the stream that captures
+    with torch.cuda.stream(side):  # allocates the workspaces of the stream before the capture
         expected = [t.clone() for t in work()]
     side.synchronize()
     graph = torch.cuda.CUDAGraph()

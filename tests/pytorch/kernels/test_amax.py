@@ -1,4 +1,4 @@
-"""amax and the scales of current scaling."""
+"""The amax, and the scales of current scaling."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_unaligned_memory(device, offset):
 
 @pytest.mark.sanitize
 def test_scratch_is_left_zero(device):
-    """What the call before found plays no part."""
+    """The scratch memory holds no amax of an earlier call."""
     for size, shape in ((9.0, (5,)), (4.0, (300, 300)), (2.0, (7,)), (1.0, (0,))):
         x = torch.full(shape, size, device=device)
         expected = size if x.numel() else 0.0
@@ -133,7 +133,10 @@ def test_errors(error, message, changed):
 @pytest.mark.parametrize("dtype", fp8.HIGH_PRECISION, ids=str)
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_scales_of_many(device, dtype, power_of_2):
-    """Each as alone; more than one launch takes, also a second time."""
+    """Each tensor gets the scales that it gets alone.
+
+    There are more tensors than one launch takes, and a second call uses the same scratch memory.
+    """
     tensors = [fp8.awkward(shape, dtype).to(device) for shape in SHAPES * 7]
     for _ in range(2):
         found = current_scales_many(tensors, fp8.E4M3, power_of_2, 0.25)

@@ -1,4 +1,4 @@
-"""Casts between dtypes of high precision: torch's bits."""
+"""Casts between dtypes of high precision give the bits of torch's casts."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The gradient of cross entropy in FP8 is that in fp32, rounded once, on both backends."""
+"""The gradient of cross entropy in FP8 is the gradient in fp32, rounded once, on both backends."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SMOOTHING, SCALES = 0.1, (2.0**-15, 2.0**15)
 
 
 def problem(shape, dtype, device, scaled):
-    """Arguments of the op, up to `evenly`."""
+    """Arguments of the op, from `logits` to `evenly`."""
     x = (torch.randn(shape) * 4).to(dtype)
     labels = torch.randint(shape[1], (shape[0],), dtype=torch.int32)
     labels[0], labels[-1] = IGNORED, ELSEWHERE

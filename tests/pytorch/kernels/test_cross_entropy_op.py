@@ -1,4 +1,4 @@
-"""Cross entropy kernels: against the definition in float64, and their edges, on both backends."""
+"""Cross entropy on both backends: compared with float64, special values, errors."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# One access, several rounds of a block, rows that are not aligned to 16 bytes.
+# Rows of one access, rows that a block reads in several rounds, rows not aligned to 16 bytes.
 SHAPES = [(5, 8), (3, 4096), (2, 50304), (3, 33), (2, 50257)]
 NAN, INFINITY = float("nan"), float("inf")
 SMOOTHING = 0.1
@@ -27,14 +27,14 @@ def problem(shape, dtype):
 
 
 def backward(logits, *arguments):
-    """The gradients."""
+    """The gradients, in a copy of `logits`."""
     dx = logits.clone()
     cross_entropy_backward_(dx, *arguments)
     return dx
 
 
 def reference(x, labels):
-    """The four sums in float64."""
+    """The results of `cross_entropy_forward`, computed in float64."""
     x = x.double()
     largest = x.amax(1, keepdim=True)
     shifted = x - largest

@@ -1,4 +1,4 @@
-"""The update of delayed scaling against its definition, written out in Python."""
+"""The update of delayed scaling, compared with its definition in Python."""
 
 import math
 
@@ -24,7 +24,7 @@ def table_of(states, device):
 
 
 def apart(x, gap, device):
-    """The same values, column by column, with so many elements between columns."""
+    """The same values with adjacent elements in each column, and `gap` elements between columns."""
     columns = x.view(len(x), 1) if x.dim() == 1 else x.t()
     room = torch.full((columns.shape[0], columns.shape[1] + gap), -7.0, device=device)
     room[:, : columns.shape[1]] = columns
@@ -32,7 +32,7 @@ def apart(x, gap, device):
 
 
 def expected_column(history, scale, newest, settings, own_amax, own_scale):
-    """New history and scale of one column (float lists in, float lists out)."""
+    """New history (a list of floats) and scale of one column."""
     if newest == 0:
         return history, scale
     algorithm, fp8_max, margin = settings
@@ -73,7 +73,7 @@ def random_states():
     states = []
     for shape in SHAPES:
         history = torch.rand(shape) * 10
-        history[0][torch.rand(shape[1]) < 0.3] = 0.0  # did not run
+        history[0][torch.rand(shape[1]) < 0.3] = 0.0  # tensors that were not cast in this step
         states.append((history, torch.rand(shape[1]) + 0.5))
     return states
 
@@ -87,7 +87,7 @@ def check(states, device, reduced=None, algorithm="max", fp8_max=448.0, margin=0
         for state, new in zip(moved, expected, strict=True):
             for got, wanted in zip(state, new, strict=True):
                 assert_bitwise(got, wanted)
-                room = got._base  # [columns, their rows and the gap]
+                room = got._base  # [columns, rows and gap]
                 assert not gap or (room[:, -gap:] == -7.0).all()
 
 
@@ -134,7 +134,7 @@ def test_values_of_a_recipes_own_functions(device, which, with_reduced):
 
 
 def test_infinity_leaves_with_its_row(device):
-    """An overflow keeps the scale for as long as the history remembers it, not for ever."""
+    """After an overflow, the scale stays the same until infinity has left the history."""
     history = torch.tensor([[math.inf], [1.0], [2.0]], device=device)
     scale = torch.tensor([5.0], device=device)
     table = table_of([(history, scale)], device)

@@ -1,4 +1,4 @@
-"""dequantize: every code, every dtype, on both backends."""
+"""dequantize on both backends: every code and every dtype."""
 
 import fp8_reference as fp8
 import pytest

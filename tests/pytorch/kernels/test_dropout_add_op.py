@@ -1,4 +1,4 @@
-"""dropout_add: bit for bit against its definition, on both backends."""
+"""dropout_add on both backends: compared with its definition bit by bit."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_not_a_number_and_infinity(device):
 
 
 def test_share_of_dropped_elements_and_their_independence(device):
-    """Half a million draws: five standard deviations around the expectation."""
+    """Among half a million elements, shares are within five standard deviations of expectation."""
     x = torch.ones(512, 1024, device=device)
     first = dropout_add_forward(x, None, None, seed_on(device, 1), 0.25) != 0
     second = dropout_add_forward(x, None, None, seed_on(device, 2), 0.25) != 0
@@ -113,7 +113,7 @@ def test_empty(device, shape):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_unaligned_memory(device, dtype):
-    """Views that start one element into their storage take no 16-byte access."""
+    """Views that begin at the second element of their storage allow no 16-byte access."""
     shape, count = (40, 64), 40 * 64
     x, residual = torch.randn(1 + count).to(dtype), torch.randn(1 + count).to(dtype)
     bias = torch.randn(65).to(dtype)
@@ -137,7 +137,7 @@ def test_in_place_on_the_residual(device):
 
 
 def bad(**changes):
-    """Arguments of a good call of `_C.dropout_add_forward`, changed."""
+    """Arguments of a valid call of `_C.dropout_add_forward`, with `changes`."""
     x = torch.zeros(4, 8)
     good = {"x": x, "bias": None, "residual": None, "seed": seed_on("cpu"), "p": P}
     return {**good, "out": torch.zeros(4, 8), **changes}
@@ -237,7 +237,7 @@ def test_replays_in_a_graph_with_a_new_seed():
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
-    """The last elements of a long tensor draw the words of their own index."""
+    """The last elements of a long tensor use the random bits of their own indices."""
     cols, rows = 4096, 2**19 + 8
     x = torch.ones(rows, cols, device="cuda", dtype=torch.bfloat16)
     out = dropout_add_forward(x, None, None, seed_on("cuda"), P)

@@ -1,4 +1,4 @@
-"""gemm with scales of blocks: every legal pair of blocks against float64, on both backends."""
+"""gemm of FP8 blocks on both backends: each supported pair of block shapes, against float64."""
 
 import block_reference as blocks
 import gemm_reference as ref
@@ -13,12 +13,12 @@ from transformer_engine.pytorch.kernels.memory_views import tensor_at
 from transformer_engine.pytorch.scale_layout import block_layout
 
 PAIRS = [(1, 1), (1, 2), (2, 1)]
-# Whole blocks, tails along every axis, the least sizes.
+# Whole blocks, parts of blocks along every axis, the smallest sizes.
 SHAPES = [(256, 384, 512), (264, 144, 528), (8, 16, 16), (136, 272, 144)]
 
 
 def operand(rows, k, dimensions, format=E4M3):
-    """Values whose magnitudes differ from block to block."""
+    """A random matrix in FP8 whose magnitudes differ from block to block."""
     patches = torch.exp2(torch.randint(-6, 4, (-(-rows // 64), -(-k // 64))).float())
     x = torch.randn(rows, k)
     x *= patches.repeat_interleave(64, 0).repeat_interleave(64, 1)[:rows, :k]
@@ -112,7 +112,7 @@ def test_no_kernel_is_announced_once_and_torch_multiplies(monkeypatch):
 
 
 class NoKernels:
-    """`_C` where the library has no kernel."""
+    """Stands for `_C` on a machine where cuBLASLt has no kernel for the product."""
 
     def __getattr__(self, name):
         return getattr(_C, name)

@@ -1,4 +1,4 @@
-"""gemm: every kind of operand and layout, with and without a bias, against float64."""
+"""gemm: all dtypes and layouts, with and without a bias, compared with float64."""
 
 import gemm_reference as ref
 import pytest
@@ -212,7 +212,7 @@ def test_error_of_the_result(device):
 
 
 def test_the_definition_knows_no_autocast():
-    """On the CPU torch's own product runs inside, and torch.autocast would round its sums."""
+    """On the CPU gemm calls torch's product, which torch.autocast must not run in its dtype."""
     a, b = torch.randn(16, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     bias = torch.randn(32).bfloat16()
     expected = gemm(a, b, torch.bfloat16, bias=bias)

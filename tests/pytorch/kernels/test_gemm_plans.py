@@ -1,4 +1,4 @@
-"""The cache of plans behind gemm: reuse, streams, capture, algorithms and a missing library."""
+"""The cache of cuBLASLt plans of gemm: reuse, streams, capture, algorithms, a missing library."""
 
 import os
 import re
@@ -66,7 +66,7 @@ def test_unaligned_tensors(offset):
 @pytest.mark.parametrize("shape", [(64, 96, 128), (8192, 4096, 4096)], ids=str)
 @pytest.mark.parametrize("offset", [1, 4, 8])
 def test_a_bias_may_lie_anywhere(offset, shape, kind, recwarn):
-    """In a flat buffer of all parameters, say. FP8 products stay FP8 products."""
+    """A bias may be part of a flat buffer of all parameters. FP8 products still run in FP8."""
     a, b = both(shape, kind)
     out = torch.float32 if kind is torch.float32 else torch.bfloat16
     bias = torch.randn(shape[1] + offset, device="cuda").to(out)[offset:]

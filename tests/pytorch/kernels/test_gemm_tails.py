@@ -1,7 +1,7 @@
-"""GEMMs have all terms of each sum, also those after the last whole tile of the kernel.
+"""GEMMs add all terms of each sum, including terms after the last whole tile along k.
 
-cuBLASLt 12.8 to 13.2 has kernels that leave them out, see `csrc/cuda/policy/split_k.h`. They are
-chosen for long sums and few results, as in weight gradients of many tokens.
+Some kernels of cuBLASLt 12.8 to 13.2 leave these terms out, see `csrc/cuda/policy/split_k.h`.
+cuBLASLt chooses such kernels for long sums with few results: weight gradients of many tokens.
 """
 
 import pytest
@@ -17,7 +17,7 @@ SIZES = (8, 16, 64, 256, 4096)
 
 
 def with_terms(shape, axis, first, dtype, device):
-    """A matrix of ones from `first` on along an axis, and of zeros before."""
+    """A matrix with zeros before index `first` of an axis, and ones from there on."""
     x = torch.ones(shape, device=device, dtype=torch.float32)
     x.narrow(axis, 0, first).zero_()
     return x.to(dtype)

@@ -1,4 +1,4 @@
-"""`general_gemm`: layouts, bias, GELU and FP8 against their definition in fp64."""
+"""`general_gemm`: layouts, bias, GELU and FP8, compared with float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every operator that compilers see: its schema and its shapes without a kernel are the truth."""
+"""The schema of each operator, and its results for fake tensors, match those of real calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,16 @@ from transformer_engine.pytorch.scale_layout import block_layout
 F32, BF16 = torch.float32, torch.bfloat16
 ROWS, COLS = 32, 48
 Arguments = tuple[Any, ...]
-# What these write is announced to nobody: nothing reads it before the step ends.
+# Their schemas do not say what they write, because nothing reads it before the step ends.
 WRITE_UNANNOUNCED = {"moments", "cast_moments", "count_amaxes"}
-# Shapes: test_cudnn_adapter, test_cudnn_fp8_adapter.
+# Tested in attention/test_cudnn_adapter.py and attention/test_cudnn_fp8_adapter.py.
 ON_GPUS_ALONE = {
     "attention_forward",
     "attention_backward",
     "fp8_attention_forward",
     "fp8_attention_backward",
 }
-# Shapes: compiled/test_chain_operators.
+# Tested in compiled/test_chain_operators.py.
 OF_CHAINS = {"chain", "chain_forward", "chain_backward"}
 
 
@@ -50,7 +50,7 @@ def rows(*shape: int) -> torch.Tensor:
 
 
 def table(device: str) -> torch.Tensor:
-    """Of one module's history and scales, which live as long as the test."""
+    """A table with one state, whose history and scales live as long as the table."""
     history, scale = torch.ones(3, 4, device=device).t(), torch.ones(3, device=device)
     found = torch.tensor([entry(scale, history)], device=device)
     found.references = history, scale

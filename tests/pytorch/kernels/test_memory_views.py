@@ -1,4 +1,4 @@
-"""Tensors in memory of other tensors."""
+"""Tensors that use the memory of other tensors without keeping it alive."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""merge_parts: against the definition in float64, and its edges, on both backends."""
+"""merge_parts on both backends: compared with the definition in float64, and special values."""
 
 import math
 
@@ -9,19 +9,20 @@ from rulers import assert_bitwise
 from transformer_engine.pytorch.kernels.merge_parts import merge_parts
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-PAIRS = [(F32, F32), (F16, F16), (BF16, BF16), (F32, F16), (F32, BF16)]  # of out, of part
+# Dtypes of out and of the parts.
+PAIRS = [(F32, F32), (F16, F16), (BF16, BF16), (F32, F16), (F32, BF16)]
 # fp32 arithmetic: log-sum-exps up to 40 make the argument of exp wrong by 40 * 2^-24.
 FP32_ERROR = 4e-6
 NAN, INFINITY = float("nan"), float("inf")
 
 
 def merge_attention(out, log_sum_exp, part, part_log_sum_exp):
-    """One part, of all tokens."""
+    """Merges one part, which has all tokens."""
     merge_parts(out, log_sum_exp, [part], [part_log_sum_exp], [0])
 
 
 def draw(shape, pair=(BF16, BF16), device="cpu"):
-    """Arguments whose shares are anything between 0 and 1, and now and then 0 or 1."""
+    """Random arguments. Shares of the softmax are between 0 and 1, some are exactly 0 or 1."""
     lead = shape[:-1]
     out, part = (torch.randn(shape).to(dtype) for dtype in pair)
     sums = torch.randn(2, *lead) * 8
@@ -31,7 +32,7 @@ def draw(shape, pair=(BF16, BF16), device="cpu"):
 
 
 def definition(out, log_sum_exp, part, part_log_sum_exp):
-    """In float64: the merged values and sums, and a bound of the values' fp32 errors."""
+    """Merged values and log-sum-exps in float64, and a bound for fp32 errors of the values."""
     out, part = out.cpu().double(), part.cpu().double()
     both = torch.stack([log_sum_exp.cpu().double(), part_log_sum_exp.cpu().double()])
     total = both.logsumexp(0)
@@ -39,7 +40,7 @@ def definition(out, log_sum_exp, part, part_log_sum_exp):
     weights[0][total == -INFINITY] = 1.0
     own, of_part = weights.unsqueeze(-1)
     error = FP32_ERROR * (own.abs() * out.abs() + of_part.abs() * part.abs())
-    near_one = (out.abs() + part.abs()) * 2.0**-22  # of shares
+    near_one = (out.abs() + part.abs()) * 2.0**-22  # errors of the shares
     return own * out + of_part * part, total, error + near_one
 
 
@@ -58,7 +59,7 @@ def assert_close(out, log_sum_exp, expected):
 @pytest.mark.parametrize("size", [8, 64, 96, 128, 256, 5, 1, 36, 300, 1030])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_definition(device, size, pair):
-    """Whole packs, single elements, rows of one lane, and rows that take lanes several rounds."""
+    """Rows read by 16 bytes or by single elements, by one lane or by lanes in several rounds."""
     arguments = draw((2, 7, 3, size), pair, device)
     expected = definition(*arguments)
     inputs = [x.clone() for x in arguments]
@@ -90,7 +91,7 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("size", [128, 5])
 def test_views(device, name, size):
-    """Only what the view shows is written; each tensor has strides of its own."""
+    """Only elements of the view are written. Each tensor has different strides."""
     view = VIEWS[name]
     whole = draw((4, 8, 6, size), (F32, BF16), device)
     before = [x.clone() for x in whole]
@@ -109,7 +110,7 @@ def test_views(device, name, size):
 
 @pytest.mark.parametrize("gap", [0, 1, 3, 8])
 def test_any_alignment(device, gap):
-    """Views one element into memory, and rows apart by no multiple of 16 bytes, take no packs."""
+    """Memory and rows that do not begin at multiples of 16 bytes are read by single elements."""
     out, log_sum_exp, part, part_log_sum_exp = draw((1, 9, 2, 64), device=device)
     room = torch.zeros(gap + 18 * (64 + gap), dtype=BF16, device=device)
     places = room[gap:].view(1, 9, 2, 64 + gap)[..., :64]
@@ -131,7 +132,7 @@ def test_packed_tokens(device):
 @pytest.mark.parametrize("part_dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("size", [64, 5])
 def test_parts_are_those_of_one_attention(device, size, part_dtype):
-    """Keys in three parts, one of them seen by some queries alone, from nothing on."""
+    """Merges three parts of the keys into a result without keys; some queries see two parts."""
     q, k, v = (torch.randn(count, 2, size, dtype=torch.float64) for count in (6, 10, 10))
     scores = torch.einsum("qhd,khd->qhk", q, k) / math.sqrt(size)
     scores[:4, :, 3:7] = -INFINITY
@@ -149,7 +150,7 @@ def test_parts_are_those_of_one_attention(device, size, part_dtype):
     )
 
 
-# Log-sum-exp, that of the part; which of the values is taken, and the merged log-sum-exp.
+# Log-sum-exps of out and of the part, which of the two values is the result, merged log-sum-exp.
 EDGES = {
     "no key in the part": (1.5, -INFINITY, "out", 1.5),
     "no key so far": (-INFINITY, 1.5, "part", 1.5),
@@ -170,7 +171,7 @@ EDGES = {
 @pytest.mark.parametrize("size", [64, 5])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_edges(device, name, size, pair):
-    """The tensor that is not taken holds NaN and infinities."""
+    """The tensor with a share of zero holds NaN and infinities, which must have no effect."""
     own, of_part, taken, total = EDGES[name]
     shape = (1, 2, 2, size)
     out, part = (torch.randn(shape).to(dtype) for dtype in pair)
@@ -206,7 +207,7 @@ def test_a_part_may_be_the_result_itself(device):
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("size", [128, 5])
 def test_both_backends_round_alike(size, pair):
-    """Apart from their exponentials the arithmetic is the same."""
+    """The arithmetic of both backends is the same, except for the function exp."""
     arguments = draw((1, 50, 4, size), pair)
     moved = [x.cuda() for x in arguments]
     merge_attention(*arguments)
@@ -228,12 +229,12 @@ def test_rows_without_elements_have_sums(device):
     assert_close(*arguments[:2], expected)
 
 
-# Of parts of 8 tokens: where each begins, and how many tokens it has.
+# For results of 8 tokens: the first token of each part, and its number of tokens.
 RANGES = [[(0, 8)], [(0, 8), (4, 4), (0, 4)], [(4, 4), (0, 8), (2, 3), (7, 1)], [(1, 2)]]
 
 
 def of_ranges(test):
-    """All ranges, on either axis, into a result that holds something or nothing."""
+    """Runs a test for all ranges and both token axes, with and without old values in `out`."""
     cases = {"ranges": RANGES, "pair": PAIRS, "size": [64, 5], "axis": [0, 1]}
     for name, values in {**cases, "fresh": [False, True]}.items():
         test = pytest.mark.parametrize(name, values, ids=str)(test)
@@ -241,7 +242,7 @@ def of_ranges(test):
 
 
 def draw_parts(ranges, axis, size, pair, device):
-    """`out`, its log-sum-exp and parts for ranges of 8 tokens on an axis."""
+    """`out` with 8 tokens on an axis, its log-sum-exps, parts, and the parts' log-sum-exps."""
     shape = [3, 3, 2, size]
     shape[axis] = 8
     out, sums, *_ = draw(shape, pair)
@@ -273,7 +274,7 @@ def test_parts_of_ranges(device, ranges, pair, size, axis, fresh):
     weights = (torch.stack(all_sums) - total).exp().nan_to_num(0.0).unsqueeze(-1)
     stack = torch.stack(summands)
     exact, error = (weights * stack).sum(0), (weights * stack.abs()).sum(0) * FP32_ERROR
-    if not fresh:  # where nobody has keys, out stays
+    if not fresh:  # out stays the same for queries that see no key
         exact = torch.where(total.isinf().unsqueeze(-1), summands[0], exact)
     else:
         out.fill_(NAN), sums.fill_(NAN)

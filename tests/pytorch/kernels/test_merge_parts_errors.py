@@ -1,4 +1,4 @@
-"""merge_parts: what bad input says."""
+"""merge_parts: errors for invalid arguments."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformer_engine import _C
 
 
 def bad(**changes):
-    """Arguments of a good call of `_C.merge_parts`, changed."""
+    """Arguments of a valid call of `_C.merge_parts`, with `changes`."""
     shape = (2, 3, 4, 8)
     good = {"out": torch.zeros(shape).bfloat16(), "log_sum_exp": torch.zeros(shape[:-1])}
     good |= {"parts": [good["out"] + 1], "part_log_sum_exps": [torch.zeros(shape[:-1])]}

@@ -1,4 +1,4 @@
-"""moments and cast_moments: every field against float64, on both backends."""
+"""moments and cast_moments on both backends: every field, compared with float64."""
 
 import math
 
@@ -31,7 +31,7 @@ def row_of(x):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("values", cases.VALUES)
 def test_values(device, values, dtype):
-    """On a GPU: whole octets, by one warp and by many."""
+    """On a GPU, one warp reads the smaller tensor and many warps read the larger one."""
     for shape in [(256,), (512, 500)]:
         x = cases.VALUES[values](shape).to(dtype)
         cases.assert_row(row_of(x.to(device)), x)
@@ -46,7 +46,7 @@ def test_shapes(device, shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_value_alone(device, dtype):
-    """Extremes are found among the bits: each pattern as the only one, and with its neighbour."""
+    """Kernels compare bit patterns to find extremes, so each tensor here has only two patterns."""
     bits = torch.arange(-(2**15), 2**15, 257, dtype=torch.int32).to(torch.int16)
     for x in (bits.view(dtype), bits[:-1:2].view(dtype)):
         for k in range(0, x.numel() - 1, 5):
@@ -58,7 +58,10 @@ def test_every_16_bit_value_alone(device, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("values", ["normal", "mean 100", "far apart", "relu", "nan", "tiny"])
 def test_sweeps_of_the_whole_grid(values, dtype):
-    """Two or three, what remains, and elements that fill no warp; warps that begin again."""
+    """The grid reads the tensor in several sweeps, the last of which is not full.
+
+    With some values, warps need other arithmetic and read their elements again.
+    """
     x = cases.VALUES[values]((8_000_003,)).to(dtype).cuda()
     cases.assert_row(row_of(x), x)
     part = x[1:]  # not aligned
@@ -163,7 +166,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 def capture(call):
-    """`call` once before, as for every kernel with a workspace, then captured."""
+    """Captures a graph of `call`, after one call that allocates workspaces."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -188,7 +191,7 @@ def test_graph_follows_the_schedule_on_the_device():
             assert_bitwise(row, empty_moments())
 
 
-# ---- What a cast has done ----
+# ---- Errors of casts ----
 
 
 def assert_cast_row(row, x, codes, format, scale_inverse, squared_error=True):
@@ -243,7 +246,7 @@ def test_cast_small(device, offset, squared_error):
 @pytest.mark.parametrize("format", fp8.FORMATS)
 @pytest.mark.parametrize("values", ["normal", "relu", "outliers"])
 def test_casts_by_sweeps_of_the_whole_grid(values, format):
-    """Where few codes are open, and where most are."""
+    """For few or many of the codes, the kernel must also read the values."""
     x = cases.VALUES[values]((9_000_005,)).bfloat16()
     codes, scales = cast(x, format, 0.1)
     row = empty_cast_moments("cuda")
@@ -266,11 +269,11 @@ def test_cast_merges_and_follows_its_flag(device):
     assert got["mse"] == pytest.approx(((300 - 224) ** 2 + (300 - 288) ** 2) / 2)
 
 
-# ---- As operators ----
+# ---- Operators ----
 
 
 def test_compilers_keep_the_calls(device):
-    """In forward and in backward, though nothing reads what they return."""
+    """In forward and backward, although no operator of the graph uses their results."""
     forward, backward = empty_moments(device), empty_moments(device)
 
     class Watched(torch.autograd.Function):
@@ -294,7 +297,7 @@ def test_compilers_keep_the_calls(device):
 
 
 def slots(*rows):
-    """Rows of any number of fields as those of slots, `[len(rows), 16]`."""
+    """A tensor `[len(rows), 16]`: rows with any number of fields, padded with zeros."""
     return torch.stack([torch.nn.functional.pad(row, (0, 16 - len(row))) for row in rows])
 
 

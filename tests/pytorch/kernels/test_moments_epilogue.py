@@ -1,4 +1,4 @@
-"""Ops that take moments of what they read or make: the right row, and no other bit changes."""
+"""Ops that also compute moments of an input or result: other results keep their bits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the ops of the table read; `scale` and `amax` are fresh for every call."""
+    """Inputs of the ops in `OPS`."""
 
     x: torch.Tensor
     dy: torch.Tensor
@@ -44,7 +44,7 @@ Op = Callable[..., tuple]
 
 
 def delayed(op: Op, *args, columnwise=True, **more) -> Callable[[Inputs, dict], tuple]:
-    """The FP8 form of an op that makes a value, without its plain result."""
+    """A call of an op with FP8 results, without its plain result."""
 
     def call(t: Inputs, extra: dict) -> tuple:
         amax = torch.zeros(1, device=t.x.device)
@@ -78,7 +78,7 @@ def backward(t, name, plain=False, **more):
     return activation_backward(dy, t.x, kind_of(name), plain, **more)
 
 
-# Each: the op, and the value whose moments it takes.
+# For each name an op, and a function that returns the value whose moments the op computes.
 OPS = {
     "cast": (cast(False), lambda t: t.x),
     "cast transpose": (cast(True), lambda t: t.x),

@@ -1,4 +1,4 @@
-"""Moments that kernels take of tiles they have in registers: edges, odd values, many groups."""
+"""Moments that kernels compute of tiles in registers: edges, special values, groups of tiles."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from transformer_engine.pytorch.kernels.quantize import quantize
 
 E4M3 = 5
 BF16, FP16 = torch.bfloat16, torch.float16
-# Whole tiles; edges both ways; rows of one tile; edges that no kernel of octets can take.
+# Whole tiles, parts of tiles along both axes, one row of tiles, rows that are not aligned to 16
+# bytes.
 SHAPES = [(384, 256), (300, 136), (8, 1024), (130, 131)]
 
 
@@ -66,7 +67,7 @@ def test_activations(device, shape, name, dtype):
 
 
 def norm(x, kind, offset=0.0, dtype=None, row=None):
-    """LayerNorm, or RMSNorm without the offset, to FP8 both ways."""
+    """LayerNorm, or RMSNorm without the offset, with row-wise and column-wise FP8 results."""
     gamma = torch.linspace(0.5, 2, x.shape[-1], device=x.device, dtype=x.dtype)
     beta = torch.full_like(gamma, offset) if kind == LAYER_NORM else None
     return norm_forward(x, gamma, beta, kind, 1e-5, False, dtype, **fp8(x), moments=row)
@@ -113,7 +114,8 @@ def test_norms_of_more_blocks_than_tiles(shape):
     x = torch.randn(shape, device="cuda", dtype=BF16)
     row = empty_moments("cuda")
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):  # its workspace is no larger than these need
+    # A new stream has a new workspace, which is no larger than needed here.
+    with torch.cuda.stream(torch.cuda.Stream()):
         norm(x, LAYER_NORM, 0.5, row=row)
         expected = norm(x, LAYER_NORM, 0.5, BF16)[0]
     torch.cuda.synchronize()
@@ -144,7 +146,7 @@ def test_memory_that_is_not_aligned(device):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("shape", [(2048, 2048), (5000, 4104), (16384, 8192)], ids=str)
 def test_groups_of_tiles_merge_in_one_order(shape, dtype):
-    """One group, many, and groups of more than a warp can read at once."""
+    """One group, many groups, and groups of more tiles than a warp reads at once."""
     x = torch.randn(shape, device="cuda").to(dtype)
     first = empty_moments("cuda")
     cast(x, first)

@@ -1,4 +1,4 @@
-"""FP8 results of the norms: codes, transposed codes, amax, scales of both scalings."""
+"""FP8 results of norms: codes, transposed codes, amax, scales of delayed and current scaling."""
 
 import math
 
@@ -15,7 +15,7 @@ from cases.norm import (
 )
 from rulers import assert_bitwise, assert_codes_close
 
-# Multiples of the tile of codes, tails in rows and columns, widths for one to many blocks a row.
+# Whole tiles, parts of tiles along both axes, rows of one block and of several blocks.
 FP8_SHAPES = [
     (64, 512),
     (128, 4096),
@@ -67,7 +67,7 @@ def test_fp8_is_rounded_once_from_fp32(device, kind, shape, dtype):
 def test_amax_is_that_of_the_fp32_result(device, kind, shape):
     case = Case(kind, shape, (BF16, BF16, BF16), device)
     scale = torch.ones(1, device=device)
-    for dtype in (F32, BF16):  # rounding keeps the order
+    for dtype in (F32, BF16):  # the rounded amax is the amax of rounded values
         for before in (0.0, 1e5):
             amax = torch.full((1,), before, device=device)
             y, *_ = case.forward(dtype, scale=scale, amax=amax, rowwise=True, columnwise=True)

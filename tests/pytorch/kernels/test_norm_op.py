@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: definition, gradients, odd inputs, compilation, graphs."""
+"""LayerNorm and RMSNorm: definition, gradients, special values, compilation, CUDA graphs."""
 
 import math
 
@@ -65,11 +65,11 @@ def test_formula_is_autograd(kind):
 
 @pytest.mark.parametrize("shape", [(9, 4096), (9, 100), (5, 1023)], ids=str)
 def test_large_mean(device, shape):
-    """A mean of 10^4 with a deviation of 1 leaves y as exact as any other mean."""
+    """With a mean of 10^4 and a deviation of 1, y is as accurate as with other means."""
     case = Case(LAYER_NORM, shape, (F32, F32, F32), device)
     case.x = case.x / 2 + 1e4
     mean, rstd = check_forward(case)
-    # Backward knows the mean as one fp32, which is off by up to 2^-11.
+    # The backward reads the mean in fp32, which has an error of up to 2^-11.
     check_backward(case, mean, rstd, slack=1e-3)
 
 
@@ -222,7 +222,7 @@ def test_graph_replay_equals_eager(kind, shape):
 @pytest.mark.parametrize("shape", [(8192, 768), (5000, 4096), (1024, 12288), (300, 8192)], ids=str)
 @pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (F32, F32, BF16)], ids=str)
 def test_large_on_gpu(kind, shape, dtypes):
-    """More rows than the GPU holds at once: every loop over rows goes round."""
+    """There are more rows than blocks on the GPU, so all loops over rows run several times."""
     case = Case(kind, shape, dtypes, "cuda")
     check_backward(case, *check_forward(case))
     value = case.forward(F32)[0]

@@ -1,4 +1,4 @@
-"""one_shot between threads of this process, or streams of one GPU, against the definition."""
+"""one_shot between threads of this process, or between streams of one GPU."""
 
 import threading
 
@@ -27,7 +27,7 @@ class Ranks:
         self.streams = [torch.cuda.Stream() for _ in range(count)] if device == "cuda" else []
 
     def run(self, xs, outs, scatters: bool, how: int) -> None:
-        """On the CPU a call waits for the other ranks, so each has a thread."""
+        """On the CPU a call waits for the other ranks, so each rank has a thread."""
         calls = list(zip(xs, outs, self.memories, self.groups, strict=True))
         if self.streams:
             torch.cuda.synchronize()
@@ -52,9 +52,9 @@ def draw(ranks: int, shape, dtype, device: str):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 200])  # less than a slot, and several slots
+@pytest.mark.parametrize("rows", [1, 8, 200])  # parts of a slot, and several slots
 def test_sum_of_parts(device, ranks, dtype, rows):
-    """A reduce-scatter."""
+    """This is a reduce-scatter."""
     xs = draw(ranks, (ranks * rows, 16), dtype, device)
     outs = [x.new_empty(rows, 16) for x in xs]
     Ranks(ranks, device).run(xs, outs, True, SUM)
@@ -64,10 +64,10 @@ def test_sum_of_parts(device, ranks, dtype, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_and_maximum_in_place(device, dtype):
-    """All-reduces. NaN loses against any number.
+    """These are all-reduces. The maximum ignores NaN.
 
-    CUDA loads a kernel at its first launch and may wait there for kernels that run. The largest
-    size needs two kernels, so it comes last: the sizes before it have loaded both.
+    CUDA loads a kernel at its first launch, which may wait for running kernels. The largest size
+    needs two kernels, so it comes last: both have been loaded for smaller sizes.
     """
     ranks = Ranks(3, device)
     for size in (1, 5, 64, 3001):
@@ -87,7 +87,7 @@ def test_sum_and_maximum_in_place(device, dtype):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("size", [1, 2, 6, 80, 5003])
 def test_concatenated_bytes(device, ranks, size):
-    """An all-gather of any bytes, of sizes that no wide access divides too; and an all-to-all."""
+    """An all-gather, then an all-to-all, also of sizes that do not allow wide accesses."""
     xs = [torch.randint(256, (size,), dtype=torch.uint8, device=device) for _ in range(ranks)]
     outs = [x.new_empty(ranks * size) for x in xs]
     together = Ranks(ranks, device)
@@ -101,7 +101,7 @@ def test_concatenated_bytes(device, ranks, size):
 
 
 def test_calls_of_many_sizes(device):
-    """Each call finds its own data, whatever the sizes of those before it."""
+    """Each call receives its own data after calls of other sizes."""
     ranks = Ranks(2, device)
     for size in (5000, 3, 700, 1, 1, 4096, 2048, 16, 9000):
         xs = draw(2, (size,), torch.float32, device)

@@ -1,4 +1,4 @@
-"""Parts of one tensor: what is computed of them in one call."""
+"""Parts of one tensor, to which a function is applied in one call."""
 
 from contextlib import nullcontext
 
@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformer_engine.pytorch._torch_private import memory_of
 from transformer_engine.pytorch.kernels.packed import map_parts, packed_layout_of
 
-# Queries, keys and values by features, and by head; with another number of heads.
+# Queries, keys and values one after the other, or head by head; or with more heads of queries.
 WAYS = [
     lambda x: x.view(5, 3, 3, 4, 8).unbind(-3),
     lambda x: x.view(5, 3, 4, 3, 8).unbind(-2),
@@ -36,7 +36,7 @@ def test_parts_are_mapped_together(taken_apart):
 
 @pytest.mark.parametrize("taken_apart", WAYS)
 def test_fake_tensors_are_mapped_as_real_ones(taken_apart):
-    """An operator of compiled code returns their memory, so its size must be equal."""
+    """Compiled code learns the memory of results from fake tensors, so the sizes must be equal."""
     for mode in (nullcontext(), FakeTensorMode()):
         with mode:
             parts = taken_apart(torch.empty(10 + 5 * 3 * 96)[10:].view(5, 3, 96))
@@ -57,7 +57,7 @@ def test_others_one_by_one():
 
 @pytest.mark.parametrize("kind", [DimDynamic.DYNAMIC, DimDynamic.STATIC])
 def test_sizes_that_are_symbols_stay_so(kind):
-    """Else a compiler would make a graph for each size."""
+    """If the layout read a symbol as a number, a compiler would make a graph for each size."""
     symbols = ShapeEnv()
     mode = FakeTensorMode(shape_env=symbols)
     sizes = StatelessSymbolicContext(dynamic_sizes=[kind, DimDynamic.STATIC, DimDynamic.STATIC])

@@ -1,4 +1,4 @@
-"""Transfers through peer memory between threads of this process, or streams of one GPU."""
+"""Transfers through peer memory between threads of this process, or between streams of one GPU."""
 
 import threading
 
@@ -15,7 +15,7 @@ RANK, TIMEOUT, LOCK_FILE, LAST_STREAM = range(4)  # te::PeerField
 
 
 class Ranks:
-    """Ranks that map each other's memory; a ring sends to neighbours alone."""
+    """Ranks that map each other's memory. In a ring they send to neighbours only."""
 
     def __init__(self, count: int, device: str, ring: bool = False, timeout: float = 60.0) -> None:
         self.count, self.device = count, device
@@ -42,17 +42,17 @@ class Ranks:
         return (stream, events), [stream.cuda_stream, *[event.cuda_event for event in events]]
 
     def received(self, rank: int, sender: int, slot: int, like: torch.Tensor) -> torch.Tensor:
-        """What a rank has received, in its memory."""
+        """A view of the tensor that a rank has received, in peer memory."""
         place = _C.peer_slot_offset(self.groups[rank], sender, slot)
         return self.memories[rank][place : place + like.nbytes].view(like.dtype).view(like.shape)
 
     def send(self, x: torch.Tensor, rank: int, others, slot: int) -> None:
-        """A rank sends its tensor to `others(rank)`."""
+        """Sends a rank's tensor to `others(rank)`."""
         for other in others(rank):
             _C.peer_send(x, self.memories[rank], self.groups[rank], other, slot)
 
     def exchange(self, xs, slot: int, others) -> list[dict[int, torch.Tensor]]:
-        """Every rank sends its tensor to `others(rank)`; what each has received, by sender."""
+        """Every rank sends to `others(rank)`. Returns the received tensors of each, by sender."""
         found: list[dict[int, torch.Tensor]] = [{} for _ in xs]
 
         def receive(rank: int) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         return found
 
     def sums(self, xs, bias, slot: int) -> list[torch.Tensor]:
-        """What each rank has of `peer_sum`, where every rank sends its tensor to all others."""
+        """Every rank sends its tensor to all others. Returns the results of `peer_sum`."""
         outs = [torch.empty_like(x) for x in xs]
 
         def receive(rank: int) -> None:
@@ -83,7 +83,7 @@ class Ranks:
         return outs
 
     def gathered(self, xs, slot: int) -> list[list[torch.Tensor]]:
-        """What each rank has of all others, the nearest one before it first."""
+        """The tensors that each rank receives from all others, the previous rank's first."""
         found: list[list[torch.Tensor]] = [[] for _ in xs]
 
         def receive(rank: int) -> None:
@@ -99,7 +99,7 @@ class Ranks:
         return found
 
     def side_by_side(self, xs, slot: int) -> list[torch.Tensor]:
-        """The columns of all ranks, as they lie across a slot of each."""
+        """For each rank the matrix in its slot, to which every rank has written its columns."""
         found: list[torch.Tensor] = [torch.empty(0)] * self.count
         rows, cols = xs[0].shape
         whole = []
@@ -124,7 +124,7 @@ class Ranks:
         return found
 
     def act(self, send, receive) -> None:
-        """Each rank sends and receives, on a thread or a stream of its own."""
+        """Calls `send` and `receive` for each rank, on a thread or a stream of its own."""
         if self.streams:
             torch.cuda.synchronize()
             for step in (send, receive):
@@ -194,7 +194,7 @@ def test_columns_of_ranks_lie_side_by_side(device, count) -> None:
 @pytest.mark.parametrize("count", [2, 4, 10])
 @pytest.mark.parametrize("shape", [(6, 3, 16), (5, 7)], ids=str)
 def test_sums_are_rounded_once(device, shape, count, dtype) -> None:
-    """Of this rank's tensor and those of the ranks before it, the nearest one first."""
+    """A rank adds its own tensor first, then that of the previous rank, and so on."""
     ranks = Ranks(count, device)
     bias = torch.randn(shape[-1], device=device).to(dtype)
     for slot in (0, 1, 0):
@@ -253,7 +253,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_what_is_sent_lives_until_the_end(device) -> None:
-    """Of a recording, whose tensors are freed behind their last call."""
+    """A recording frees a tensor that it sends only after `peer_finish`."""
     ranks = Ranks(2, device)
     own, other = [(ranks.memories[rank], ranks.groups[rank]) for rank in range(2)]
     x = torch.randn(8, 8, device=device)

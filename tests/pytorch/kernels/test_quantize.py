@@ -1,4 +1,4 @@
-"""quantize: codes bit for bit, amax, scales and bias gradient, on both backends."""
+"""quantize on both backends: the bits of codes, amax, scales and bias gradient."""
 
 import fp8_reference as fp8
 import pytest
@@ -8,7 +8,7 @@ from rulers import assert_bitwise, assert_sum_close
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.quantize import quantize
 
-# Multiples of the tile, tails in either direction, vectors, odd widths (no wide access possible).
+# Whole tiles, parts of tiles along both axes, vectors, odd widths (which allow no wide access).
 SHAPES = [
     (256, 256),
     (128, 384),
@@ -83,7 +83,7 @@ def test_bias_gradient(device, shape, dtype):
 
 
 def test_bias_gradient_repeats_bit_for_bit(device):
-    """Also where the parts of the call before still lie in the workspace."""
+    """The workspace still holds partial sums of an earlier call."""
     inputs = [torch.randn(2000, 272, device=device) for _ in range(2)]
     first = [run(x, device, dbias=torch.float32)[3] for x in inputs]
     for _ in range(3 if device == "cpu" else 50):
@@ -104,7 +104,7 @@ def test_every_16_bit_value(device, dtype, format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", fp8.FORMATS)
 def test_many_float_bit_patterns_equal_the_cpu(format):
-    """2^24 patterns: a stride that is odd meets every exponent and all low bits."""
+    """2^24 patterns at an odd distance, which have all exponents and all low bits."""
     bits = torch.arange(2**24, dtype=torch.int64) * 257 - 2**31
     x = bits.to(torch.int32).view(torch.float32).view(4096, 4096)
     on_cpu, on_gpu = (run(x, device, format, scale=1.0) for device in ("cpu", "cuda"))

@@ -1,4 +1,4 @@
-"""quantize_blocks: codes and scales bit for bit, on both backends."""
+"""quantize_blocks on both backends: the bits of codes and scales."""
 
 from collections import namedtuple
 
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
 from transformer_engine.pytorch.scale_layout import block_layout
 
-# Multiples of the tile, tails in either direction, vectors, odd widths (no wide access possible).
+# Whole tiles, parts of tiles along both axes, vectors, odd widths (which allow no wide access).
 SHAPES = [(256, 384), (1, 1), (1, 7), (300, 1), (17, 16), (130, 264), (129, 1040), (33, 65), (40,)]
 DIMENSIONS = [1, 2]
 

@@ -1,4 +1,4 @@
-"""`quantize_many` gives each tensor what `quantize` gives it alone, on both backends."""
+"""`quantize_many` gives the same results for each tensor as `quantize`, on both backends."""
 
 import fp8_reference as fp8
 import pytest
@@ -7,7 +7,7 @@ from rulers import assert_bitwise
 
 from transformer_engine.pytorch.kernels.quantize import quantize, quantize_many
 
-# More than a launch takes, tails in either direction, widths that allow no wide access.
+# More tensors than one launch takes, parts of tiles, odd widths, empty tensors, a single tensor.
 SHAPES = {
     "even": [(256, 384), (8, 16), (130, 264), (300, 8)] * 13,
     "odd": [(33, 65), (1, 7), (129, 40)],
@@ -17,7 +17,7 @@ SHAPES = {
 
 
 def made(tensors, rowwise, columnwise, scales, amaxes, format, pairs):
-    """All results of one call."""
+    """The row-wise and column-wise codes of one call."""
     codes = [torch.empty_like(x, dtype=torch.uint8) for x in tensors] if rowwise else []
     transposed = []
     if columnwise:

@@ -1,4 +1,4 @@
-"""Schemas of operators, from annotations."""
+"""Schemas of operators, made from the annotations of functions."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""softmax: against the definition in float64, and its edges, on both backends."""
+"""softmax on both backends: compared with the definition in float64, special values, errors."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCALE = 0.3
-# fp32 arithmetic: scores up to 30 make exp's argument wrong by 30 * 2^-23, the sum adds a little.
+# Scores up to 30 have errors of 30 * 2^-23 in fp32; the sum of exponentials adds a small error.
 FP32_ERROR = 2e-5
 NAN, INFINITY = float("nan"), float("inf")
 
 
 def assert_close(actual, exact, error=FP32_ERROR):
-    """fp32 error relative to each element, one rounding to the dtype, and denormals may be lost."""
+    """Allows the fp32 error, one rounding to the dtype, and denormals that become zero."""
     info = torch.finfo(actual.dtype)
     smallest_step = info.tiny * info.eps
     bound = exact.abs() * (error + info.eps) + torch.finfo(torch.float32).tiny + smallest_step
@@ -92,7 +92,7 @@ SPECIAL_ROWS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", [3, 8, 2056, 2049, 33000])
 def test_special_scores(device, name, dtype, keys):
-    """The other keys of each row are hidden by the mask and hold NaN, which nobody may see."""
+    """The mask hides the other keys of each row. Their scores are NaN and must have no effect."""
     scores, expected = SPECIAL_ROWS[name]
     x = torch.full((1, 1, 2, keys), NAN, dtype=dtype)
     x[..., :3] = torch.tensor(scores)
@@ -134,7 +134,7 @@ def test_empty(device, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", [64, 2056, 33000])
 def test_unaligned_memory(device, dtype, keys):
-    """Views that start one element into their storage take no 16-byte access."""
+    """Views that begin at the second element of their storage allow no 16-byte access."""
     count = 2 * keys
     x = torch.randn(1 + count).to(dtype).to(device)
     x_view, y_view = (t[1:].view(1, 1, 2, keys) for t in (x, torch.empty_like(x)))
@@ -166,7 +166,7 @@ def test_both_directions_work_in_place(device):
 
 
 def bad(**changes):
-    """Arguments of a good call of `_C.softmax_forward`, changed."""
+    """Arguments of a valid call of `_C.softmax_forward`, with `changes`."""
     x = torch.zeros(2, 3, 4, 5)
     good = {"x": x, "mask": None, "scale": 1.0, "left": -1, "right": -1, "diagonal": 0}
     return {**good, "y": torch.zeros_like(x), **changes}

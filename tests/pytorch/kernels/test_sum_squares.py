@@ -1,4 +1,4 @@
-"""Sums of squares of many tensors against float64."""
+"""Sums of squares of many tensors, compared with float64."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.sum_squares import sum_squares
 
 BLOCK = 1 << 14
-# Nothing, one value, part of a block, whole blocks, what is no multiple of an access.
+# No value, one value, part of a block, whole blocks, numbers that do not fill whole accesses.
 COUNTS = (0, 1, 4096, BLOCK, 3 * BLOCK, BLOCK + 8, 2 * BLOCK + 3)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

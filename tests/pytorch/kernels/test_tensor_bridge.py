@@ -1,4 +1,4 @@
-"""What a tensor looks like from C++, for every kind that torch has."""
+"""How C++ sees tensors: fields of a `TensorView`, and kinds of tensors that are refused."""
 
 import sys
 import threading
@@ -132,7 +132,7 @@ def test_batched_by_vmap_is_refused():
 
 
 def test_negative_bit_is_not_seen():
-    """Known and accepted: real tensors with a pending negation are rare; modules may check."""
+    """C++ reads the memory without the negation, so callers must call `resolve_neg` before."""
     assert torch._neg_view(torch.ones(2)).is_neg()
     check(torch._neg_view(torch.ones(2)))
 
@@ -143,7 +143,7 @@ def test_an_absent_tensor_is_an_error_of_the_op():
 
 
 def test_a_refused_type_does_not_spoil_the_next_tensor():
-    """The look-up is cached per type."""
+    """C++ caches what it knows about each type."""
     for _ in range(2):
         check(torch.ones(2))
         with pytest.raises(TypeError):
@@ -188,7 +188,7 @@ def test_launches_on_the_current_stream():
     x = torch.full((1024,), 3.0, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(10**7)  # had amax run elsewhere, it would see the old values
+        torch.cuda._sleep(10**7)  # on another stream amax would read the old values
         x.fill_(5.0)
         result = amax(x)
     side.synchronize()

@@ -1,4 +1,4 @@
-"""transpose of one-byte codes, and of the scales of their blocks."""
+"""The transpose of one-byte codes, and of the scales of their blocks."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_scales_of_blocks_change_place(device, shape):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("shape", [(64, 48), (2, 24, 40), (130, 70)], ids=str)
 def test_rows_of_the_output_may_be_apart(device, shape):
-    """As where the codes of ranks are put side by side."""
+    """This is how the transposed codes of several ranks are written to one matrix."""
     codes = codes_of(shape).to(device)
     rows, cols = codes.numel() // shape[-1], shape[-1]
     wide = torch.zeros(cols, 3 * rows, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Memory that kernels leave zero for the next one, where a CUDA graph is its first user."""
+"""Workspaces, which each kernel leaves zero for the next one, if a CUDA graph is the first user."""
 
 import pytest
 import torch
