@@ -46,7 +46,7 @@ def model(seed: int, device: str) -> torch.nn.Sequential:
 def train(
     layers: torch.nn.Sequential, seed: int, recipe: Any, wait: Callable[[], Any] = bool
 ) -> list[Any]:
-    """Everything that depends on the arithmetic of 200 steps."""
+    """Train for 200 steps; return the losses, the parameters and the scales."""
     device = layers[1].weight.device
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05, momentum=0.5)
     generator = torch.Generator(device).manual_seed(seed)
@@ -67,7 +67,7 @@ def train(
 
 
 def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
-    """What they return; run at the same time."""
+    """Run the functions at the same time, each in a thread, and return their results."""
     results: list[Any] = [None] * len(bodies)
     errors: list[BaseException] = []
 

@@ -4,7 +4,7 @@ from transformer_engine.pytorch.fp8.counter import Counter
 
 
 class CountsThatAddAGroup(dict):
-    """Counts of a group; to read them makes another group, as another thread may do then."""
+    """Counts of a group that add another group when they are read, as another thread may do."""
 
     counter: Counter
 

@@ -1,4 +1,4 @@
-"""`_extra_state`: copies of it; of another kind, or damaged: a message that names the layer."""
+"""`_extra_state` is copied, is ignored if it holds no bytes, and is refused if it is incomplete."""
 
 import copy
 import struct
@@ -21,7 +21,7 @@ def linear_with_state() -> te.Linear:
 
 @pytest.mark.parametrize("make", [linear_with_state, lambda: te.Linear(32, 32, device="cpu")])
 def test_state_dicts_can_be_copied(make) -> None:
-    """As trainings do that keep the best model; a copy is saved as the original is."""
+    """Trainers copy the state dict of the best model. The copy loads like the original."""
     state = make().state_dict()
     twice = [state, state]
     first, second = copy.deepcopy(twice)

@@ -1,4 +1,4 @@
-"""`module.fp8_meta` says what is so, under the names that programs know, and takes no writes."""
+"""`module.fp8_meta`: the FP8 state under the keys that programs read; it refuses new values."""
 
 import copy
 
@@ -110,7 +110,7 @@ def test_attention():
 
 
 def test_after_compiled_code():
-    """Which puts updates off."""
+    """Compiled code defers the updates of scales; reading `fp8_meta` runs them."""
     eager, compiled = layer(), layer()
     compiled.load_state_dict(eager.state_dict())
     x = torch.randn(16, 32)
@@ -138,7 +138,7 @@ def test_writes_are_refused(key):
 
 
 def test_programs_may_write_what_is_so():
-    """Megatron's graphs do, in the region that they run."""
+    """Megatron writes the recipe and the group of the open autocast when it uses CUDA graphs."""
     module = layer()
     with te.fp8_autocast(fp8_recipe=DELAYED):
         module.fp8_meta["recipe"] = DELAYED

@@ -69,7 +69,7 @@ def test_views_in_inference_mode(layer: te.Linear, view) -> None:
     with torch.inference_mode():
         found = view(weight)
     assert type(found) is type(expected)
-    for one in (found, expected):  # outside of it they differ in nothing
+    for one in (found, expected):  # outside of inference mode their values are equal
         assert_bitwise(one.float().detach(), expected.float().detach())
     with torch.inference_mode():
         state = layer.state_dict()
@@ -116,7 +116,7 @@ def test_data_may_be_set(layer: te.Linear) -> None:
 def test_data_in_a_buffer_of_a_trainer_is_a_copy(
     layer: te.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `ZeroRedundancyOptimizer(parameters_as_bucket_view=True)` assigns it."""
+    """`ZeroRedundancyOptimizer(parameters_as_bucket_view=True)` assigns views of a buffer."""
     monkeypatch.setattr(process_state(), "announced", set())
     weight = layer.weight
     before = weight.detach().dequantize()
@@ -162,7 +162,7 @@ def test_deepcopies_share_nothing(layer: te.Linear) -> None:
     weight = twin.weight
     assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad and weight.is_leaf
     assert weight.mark == {"a": [1]} and weight.mark is not layer.weight.mark
-    assert weight.partition_dim == 0 and weight.grad is None  # as of any parameter
+    assert weight.partition_dim == 0 and weight.grad is None  # as in copies of plain parameters
     assert_bitwise(codes(weight), codes(layer.weight))
     before = layer.weight.dequantize()
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_native_code_gets_no_address(layer: te.Linear) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*which cuts blocks")
 def test_collectives_are_refused_by_name(tmp_path, kind) -> None:
-    """They would reach values that are made for them alone, and change no weight."""
+    """A collective would read and write temporary values, and would not change the weight."""
     with te.fp8_model_init(recipe=KINDS[kind]):
         layer = te.Linear(32, 32, device="cpu", name="block.proj")
     torch.distributed.init_process_group(
@@ -279,7 +279,8 @@ def test_collectives_are_refused_by_name(tmp_path, kind) -> None:
         wrapped = torch.nn.parallel.DistributedDataParallel(layer)
         with te.fp8_autocast(fp8_recipe=KINDS[kind]):
             wrapped(torch.randn(16, 32)).sum().backward()
-        del wrapped  # after the group's end its reducer would wait for threads that want the GIL
+        # If its reducer is freed after the group, it waits for threads that need the GIL.
+        del wrapped
     finally:
         torch.distributed.destroy_process_group()
     assert layer.weight.grad.abs().sum() > 0
@@ -321,7 +322,7 @@ def test_pickled_modules_keep_fp8_weights(layer: te.Linear) -> None:
     assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
     assert_bitwise(codes(weight), codes(layer.weight))
     with torch.no_grad():
-        weight.fill_(7.0)  # it knows how to be written
+        weight.fill_(7.0)  # the loaded weight has its quantizer
     assert (weight.dequantize() == 7).all()
     file = io.BytesIO()
     torch.save(layer, file)
@@ -350,7 +351,8 @@ def test_pickles_keep_what_parameters_carry(kind: type[QuantizedTensor]) -> None
         assert weight.get_high_precision_init_val() is None
         assert layer.weight.get_high_precision_init_val() is expected
     kind, shape, parts, facts, needs_grad, _ = layer.weight.__reduce_ex__(2)[1]
-    old = _rebuild(kind, shape, parts, facts, needs_grad)  # as files of older versions say
+    # Files of older versions have only these arguments.
+    old = _rebuild(kind, shape, parts, facts, needs_grad)
     assert_bitwise(codes(old), codes(layer.weight))
 
 
@@ -360,7 +362,7 @@ def test_processes_share_fp8_weights(kind: type[QuantizedTensor]) -> None:
         layer = te.Linear(160, 48, device="cpu")
     layer.share_memory()
     assert all(part.is_shared() for part in layer.weight.parts if part is not None)
-    if isinstance(layer.weight, Float8Tensor):  # which would go stale
+    if isinstance(layer.weight, Float8Tensor):  # no cached transpose: it would become stale
         layer.weight.update_usage(columnwise_usage=True)
         assert layer.weight._transpose is None
     x = torch.randn(16, 160, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Modules that keep their weights in FP8: what they hold, and that they compute what others do."""
+"""Modules with FP8 weights: what they store, and that results equal those with plain weights."""
 
 from contextlib import nullcontext
 
@@ -20,11 +20,11 @@ from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tens
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),
-    # What a power of two has scaled is cast to the same codes again.
+    # With scales that are powers of two, a cast of the dequantised values gives the same codes.
     "current": Float8CurrentScaling(use_power_2_scales=True),
     "blocks": Float8BlockScaling(),
 }
-SIZES = {"blocks": 160}  # a whole block, and a part of one
+SIZES = {"blocks": 160}  # a full block, and a part of another
 MODULES = {
     "Linear": lambda h, **kw: te.Linear(h, h + 16, **kw),
     "LayerNormLinear": lambda h, **kw: te.LayerNormLinear(h, h + 16, bias=False, **kw),
@@ -38,13 +38,13 @@ MODULES = {
 }
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "MultiheadAttention": 2}
 KINDS = {"current": Float8Tensor, "blocks": Float8BlockwiseQTensor}
-# Each module with each recipe on the stages, and half of them recorded.
+# Each module with each recipe, from recordings and stage by stage.
 CASES = [(m, r, recorded) for m in MODULES for r in RECIPES for recorded in (True, False)]
 
 
 @pytest.fixture(params=["current", "blocks"])
 def recipe(request) -> str:
-    """One for each kind of tensor."""
+    """A recipe for each class of FP8 tensor."""
     return request.param
 
 
@@ -99,7 +99,7 @@ def test_weights_of_gemms_are_fp8_and_nothing_else(name: str, recipe: str, devic
             assert isinstance(parameter, KINDS[recipe])
             assert parameter.is_leaf and parameter.requires_grad
             assert parameter.partition_dim == other.partition_dim
-            # Rounded once, with a scale that lets the largest magnitude be a large code.
+            # Rounded once, with a scale that maps the largest magnitude to 224 or more.
             assert codes(parameter).bitwise_and(0x7F).amax().item() >= 0x76
             bound = other.abs() / 16 + other.abs().amax() / 448 / 512
             assert torch.all((parameter.dequantize() - other).abs() <= bound)
@@ -175,7 +175,7 @@ def test_scopes_nest_and_what_fp8_cannot_take_stays() -> None:
             assert type(te.Linear(32, 32, device="cpu").weight) is torch.nn.Parameter
         with pytest.warns(UserWarning, match=r"weight of layer odd stays .* got \(30, 32\)"):
             odd = te.Linear(32, 30, device="meta", name="odd")
-        odd.reset_parameters()  # the warning was given
+        odd.reset_parameters()  # without a second warning
         assert type(odd.weight) is torch.nn.Parameter
         assert type(te.LayerNorm(32, device="cpu").weight) is torch.nn.Parameter
     assert type(te.Linear(32, 32, device="cpu").weight) is torch.nn.Parameter
@@ -206,7 +206,7 @@ def test_computes_what_a_module_with_these_values_does(
 
 
 def by_recordings(module: torch.nn.Module) -> list[bool]:
-    """Of every module that has recorded, whether forward and backward ran from recordings."""
+    """For each module with segments, whether forward and backward ran from recordings."""
     return [all_recorded(m) for m in module.modules() if segments_of(m)]
 
 
@@ -280,7 +280,8 @@ def test_weights_are_neither_cast_nor_kept_twice(
         own = [t for t in saved if t.data_ptr() == codes(module.weight).data_ptr()]
         assert len(own) == 1
         others = sum(t.nbytes for t in saved if t is not own[0])
-        assert others < x.numel() + module.weight.numel()  # the input's codes, no transpose
+        # These are the codes of the input. No transpose of the weight is among them.
+        assert others < x.numel() + module.weight.numel()
     assert sum(part is not None for part in module.weight.parts) == 2
     assert getattr(module.weight, "_transpose", None) is None
     assert by_recordings(module) == ([True] if recorded else [])

@@ -42,9 +42,10 @@ def values(parameter: torch.Tensor) -> torch.Tensor:
 def assert_near(
     actual: torch.Tensor, expected: torch.Tensor, roundings: int, before: torch.Tensor
 ) -> None:
-    """Within half a step of E4M3 for each rounding: 2^-4 of the value, 2^-17 of the largest.
+    """Assert that each rounding has an error of at most about half a step of E4M3.
 
-    What is rounded lies between the values before and those after.
+    This is 1/16 of the value (1/14 is allowed), or 2^-17 of the largest value for subnormal codes.
+    The rounded values lie between the values before the update and those after it.
     """
     magnitudes = torch.maximum(expected.abs(), before.abs()).float()
     bound = roundings * (magnitudes / 14 + magnitudes.amax() / 2**17)
@@ -59,7 +60,7 @@ def test_one_step_is_the_update_rounded_once(
     name: str, way: str, dtype: torch.dtype, kind: type[QuantizedTensor], device: str
 ) -> None:
     module, plain = layer_and_reference(kind, device, dtype)
-    # An error of torch 2.13: on a CPU this kernel moves no parameter of 16 bits.
+    # A bug of torch 2.13: on the CPU, fused SGD does not update bfloat16 parameters.
     stays = device == "cpu" and (name, way, dtype) == ("sgd", "fused", torch.bfloat16)
     identities = [id(p) for p in module.parameters()]
     optimizers = [OPTIMIZERS[name](p, **WAYS[way]) for p in (list(module.parameters()), plain)]
@@ -77,7 +78,7 @@ def test_one_step_is_the_update_rounded_once(
                 continue
             assert stays or not torch.equal(values(parameter), old)
             expected = parameter._quantizer(reference.detach())
-            if name == "adamw" and way != "fused":  # decays, rounds, updates, rounds
+            if name == "adamw" and way != "fused":  # the decay is rounded, then the update
                 assert_near(parameter.dequantize(), reference, 2, old)
             else:
                 assert_bitwise(codes(parameter), codes(expected))
@@ -91,7 +92,7 @@ def test_one_step_is_the_update_rounded_once(
     "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
 )
 def test_weights_grow_without_clipping(recipe, device: str) -> None:
-    """A scale of earlier values would hold a growing weight back."""
+    """With the scale of earlier values, the values of a growing weight would be clipped."""
     with te.quantized_model_init(recipe=recipe):
         layer = te.Linear(32, 32, device=device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -148,7 +149,7 @@ def test_a_master_weight_is_rounded_once(kind: type[QuantizedTensor], device: st
 
 @kinds
 def test_training_lowers_the_loss(kind: type[QuantizedTensor], device: str) -> None:
-    """Without master weights: what is below half a step of E4M3 is lost, so it learns slower."""
+    """Without master weights, updates below half a step of E4M3 are lost, which slows training."""
     with te.fp8_model_init(recipe=KINDS[kind]):
         layer = te.LayerNormMLP(32, 64, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3, fused=True)

@@ -1,4 +1,4 @@
-"""Which recipes FP8 weights are made by, and which may use them."""
+"""Recipes that can make FP8 weights, and recipes of autocasts that can use them."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_recipes_of_another_family_are_refused() -> None:
         module(x)
     with te.fp8_autocast(fp8_recipe=RECIPES["current"]):
         module(x)
-    with te.fp8_model_init():  # for no recipe, so for both that have one scale
+    with te.fp8_model_init():  # without a recipe, so for both recipes with one scale
         module = te.Linear(32, 48, device="cpu")
     with te.fp8_model_init(recipe=RECIPES["blocks"]):
         in_blocks = te.Linear(32, 48, device="cpu")
@@ -63,7 +63,7 @@ def test_margin_and_rounding_of_the_recipe() -> None:
         for _ in range(4):
             with torch.no_grad():
                 layer.weight.mul_(1.0)
-        # A write may round, which it does once; it clips nothing.
+        # A write may round values, but does not clip them.
         torch.testing.assert_close(layer.weight.dequantize().amax(), before.amax())
     for exact in (True, False):
         recipe = Float8BlockScaling(use_f32_scales=exact)
@@ -75,7 +75,7 @@ def test_margin_and_rounding_of_the_recipe() -> None:
 
 
 def test_blocks_that_users_made(device: str) -> None:
-    """Those that GEMMs cannot take are refused by name."""
+    """An error about blocks that GEMMs cannot take names the weight and the layer."""
     module = te.Linear(160, 176, device=device, name="proj")
     x, values = torch.randn(16, 160, device=device), module.weight.detach()
 

@@ -1,4 +1,4 @@
-"""State dicts of FP8 weights, and `_extra_state` of every origin."""
+"""State dicts of FP8 weights, and `_extra_state` that is missing, pickled, edited or damaged."""
 
 import copy
 import io
@@ -84,7 +84,7 @@ def test_every_code_is_restored(
         assert_bitwise(state["weight"], one.weight.dequantize())
         two.load_state_dict(state)
         restored = codes(two.weight).cpu()
-        assert restored[15, 15] == 0x7F  # the other NaN: casts give one of them
+        assert restored[15, 15] == 0x7F  # a cast gives one of the two codes of NaN
         restored[15, 15] = 0xFF
         assert_bitwise(restored, own)
         assert_bitwise(scales(two.weight), scales(one.weight))
@@ -124,7 +124,7 @@ def test_loading_restores_weights_and_scaling(recipe: str, assign: bool, device:
 
 
 def test_scales_of_blocks_would_not_come_back_by_themselves(device: str) -> None:
-    """A largest value that was rounded down to 224 has room for twice the scale."""
+    """225 is rounded to 224. A cast of 224 alone would choose twice the scale."""
     layers = [fp8(recipe=RECIPES["blocks"], device=device) for _ in "abc"]
     with torch.no_grad():
         layers[0].weight.copy_(torch.full((48, 32), 225.0))
@@ -151,11 +151,11 @@ def test_from_high_precision_and_back(device: str) -> None:
     in_blocks = fp8(
         lambda **kw: te.LayerNormMLP(32, 64, **kw), recipe=RECIPES["blocks"], device=device
     )
-    in_blocks.load_state_dict(fp8_module.state_dict())  # the one kind from the other
+    in_blocks.load_state_dict(fp8_module.state_dict())  # blocks from weights with one scale
     torch.testing.assert_close(
         in_blocks.fc1_weight.dequantize(), fp8_module.fc1_weight.dequantize(), rtol=0.07, atol=1e-4
     )
-    # Its FP8 casts begin with the scales that the weights had.
+    # The FP8 casts of `back` begin with the scales of the FP8 weights.
     forward = back.scaling[FORWARD].scale
     assert forward[1].item() == fp8_module.fc1_weight._scale_inv[1].item()
     assert forward[4].item() == fp8_module.fc2_weight._scale_inv[1].item()
@@ -202,7 +202,8 @@ def test_assigned_weights_have_the_dtype_of_the_values(
     for on in ("meta", device):
         layer = fp8(recipe=KINDS[kind], device=on)
         layer.load_state_dict(state, assign=True)
-        expected = torch.float32 if values is torch.float64 else values  # which no weight can have
+        # Parameters cannot be float64.
+        expected = torch.float32 if values is torch.float64 else values
         assert isinstance(layer.weight, kind) and layer.weight.dtype is expected
     copied = fp8(recipe=KINDS[kind], device=device)
     copied.load_state_dict(source.state_dict())
@@ -243,7 +244,7 @@ def test_parameters_that_users_made(format: te.DType, device: str) -> None:
 def test_values_that_were_edited_have_scales_of_their_own(
     factor: float, kind: type[QuantizedTensor], device: str
 ) -> None:
-    """Say by merging an adapter."""
+    """For instance by merging an adapter into the weight."""
     source, target, other = (fp8(recipe=KINDS[kind], device=device) for _ in "abc")
     state = source.state_dict()
     state["weight"] = factor * state["weight"]
@@ -269,16 +270,16 @@ def test_a_scale_that_is_none_is_replaced(pair: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize("inverse", [0.0, -1.0, torch.nan, torch.inf, 2.0**-140, 1e-6])
 def test_blocks_whose_scale_is_none_get_another(inverse: float) -> None:
-    """Each for itself."""
+    """Only the block with the damaged scale gets another scale."""
     layer = fp8(lambda **kw: te.Linear(160, 48, **kw), recipe=RECIPES["blocks"], device="cpu")
     with torch.no_grad():
         layer.weight.copy_(torch.full((48, 160), 225.0))
     state, before = layer.state_dict(), scales(layer.weight).clone()
-    state["_extra_state"][-16:-12] = torch.tensor([inverse]).view(torch.uint8)  # of the first
+    state["_extra_state"][-16:-12] = torch.tensor([inverse]).view(torch.uint8)  # of the first block
     layer.load_state_dict(state)
     assert_bitwise(layer.weight.dequantize(), state["weight"])
     expected = before.clone()
-    expected[0, 0] /= 2  # see above
+    expected[0, 0] /= 2  # twice the scale, because 225 was rounded to 224
     assert_bitwise(scales(layer.weight), expected)
 
 
@@ -319,7 +320,7 @@ def test_safetensors_round_trip(recipe: str, tmp_path: Path) -> None:
 
 
 class Hostile:
-    """Leaves a mark where it is unpickled."""
+    """Makes the folder `unpickled` when it is unpickled."""
 
     def __reduce__(self) -> object:
         return os.mkdir, ("unpickled",)

@@ -1,4 +1,4 @@
-"""A recipe of one's own: a dataclass, and rules that are registered for it."""
+"""Recipes that users define: a dataclass, and rules that are registered for it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ class FixedRules(base.RecipeRules):
 
 @dataclass(frozen=True)
 class WithState(Recipe):
-    """As delayed scaling, but no subclass of it."""
+    """The fields of `DelayedScaling`, in a class that does not inherit from it."""
 
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 4
@@ -104,7 +104,7 @@ def _registered(monkeypatch) -> None:
 
 
 def trained(module: nn.Module, recipe: Recipe, steps: int = 3) -> list[torch.Tensor]:
-    """Outputs of some steps, the last gradients, and the parameters in the end."""
+    """The output and the input's gradient of each step, and the parameters after the last step."""
     torch.manual_seed(1)
     device = next(module.parameters()).device
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -200,7 +200,7 @@ def test_features_of_the_debugger_take_it(tmp_path: Path, recipe: Recipe) -> Non
     assert sides["columnwise"]["codes"].shape == (64, 12)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own use
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by torch itself
 def test_as_a_graph_of_onnx() -> None:
     pytest.importorskip("onnxscript")
     layer = te.Linear(64, 128, device="cpu").eval()
@@ -252,7 +252,7 @@ def test_what_is_not_registered_is_refused() -> None:
 
 
 def test_what_outlives_a_call() -> None:
-    """Recordings must know these tensors: casts read and raise them at their addresses."""
+    """Recordings must know the scales that casts read and the amaxes that casts update."""
     layer = te.LayerNormMLP(64, 128, device="cpu")
 
     def persistent(recipe: Recipe, recording: bool = True) -> list[list[torch.Tensor]]:

@@ -167,7 +167,7 @@ def test_numbers_and_lists_of_any_library_make_equal_recipes() -> None:
 
 
 def test_recipes_of_older_pickles_run() -> None:
-    """Pickles have the fields alone."""
+    """These pickles contain only the fields."""
     fields = {"power_2_scale": False, "amax_epsilon": 2.0}
     old = QParams.__new__(QParams)
     old.__setstate__(fields)

@@ -1,4 +1,4 @@
-"""A weight in FP8 that is replaced by a plain one, for a call or for good, after calls with it."""
+"""An FP8 weight is replaced by a plain weight after a call, for one call or permanently."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ RECIPE = Float8CurrentScaling()
 
 
 class Doubled(nn.Module):
-    """Not a weight in FP8, but values computed of it."""
+    """Computes a plain weight from an FP8 weight."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.dequantize() * 2.0

@@ -21,7 +21,7 @@ BETWEEN = {
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("between", BETWEEN)
 def test_calls_that_leave_no_amax_between_forward_and_backward(between, nested, device) -> None:
-    """Another recipe there has no part in the update of scales."""
+    """The recipe of such a call does not take part in the update of scales."""
     recorded, arguments = BETWEEN[between]
     torch.manual_seed(0)
     layer = te.Linear(32, 16, device=device)
@@ -52,7 +52,7 @@ def test_calls_that_leave_no_amax_between_forward_and_backward(between, nested, 
 
 
 def test_a_step_updates_states_that_a_later_one_has_put_into_its_group(device) -> None:
-    """Its backward may come behind forwards of other modules, as in pipelines."""
+    """In pipelines, the backward of a step may run after the forwards of a later step."""
     torch.manual_seed(0)
     first, second = (te.Linear(32, 32, device=device) for _ in range(2))
     x, recipe = torch.randn(16, 32, device=device), DelayedScaling(amax_history_len=4)
@@ -71,7 +71,7 @@ def test_a_step_updates_states_that_a_later_one_has_put_into_its_group(device) -
 
 @pytest.mark.gpu
 def test_layers_on_two_devices_keep_a_table_each(monkeypatch) -> None:
-    """A model that is spread over devices does not make its tables anew in every step."""
+    """A model on several devices does not build its tables again in every step."""
     entries = []
     entry = scaling_state.entry
     monkeypatch.setattr(scaling_state, "entry", lambda *one: entries.append(one) or entry(*one))

@@ -1,4 +1,4 @@
-"""The timing and arithmetic of delayed scaling, against a model of it in plain Python."""
+"""Delayed scaling: when scales are updated and to which values; saved and copied state."""
 
 import copy
 import dataclasses
@@ -118,7 +118,8 @@ def _max(history: torch.Tensor) -> torch.Tensor:
 
 
 def _default_scale(amax, scale, fp8_max, recipe):
-    new = torch.full_like(amax, fp8_max) / amax / 2.0**recipe.margin  # a number would be multiplied
+    # For a Python number, torch computes number * (1 / amax), which is rounded twice.
+    new = torch.full_like(amax, fp8_max) / amax / 2.0**recipe.margin
     return torch.where((amax > 0) & amax.isfinite(), new, scale)
 
 
@@ -190,12 +191,12 @@ def test_no_grad_and_evaluation_leave_no_trace(device: str) -> None:
     assert torch.equal(layer.scaling[FORWARD].scale, before.scale)
     assert torch.equal(layer.scaling[FORWARD].amax_history, before.amax_history)
     layer.eval()
-    step(layer, 10 * x, recipe)  # gradients on: as in training
+    step(layer, 10 * x, recipe)  # with gradients, eval() updates scales too
     assert not torch.equal(layer.scaling[FORWARD].scale, before.scale)
 
 
 def test_training_after_a_first_call_in_inference_mode(device: str) -> None:
-    """As in the sanity check of Lightning. Compiled graphs save the state for their backward."""
+    """Lightning's sanity check makes such a call. Compiled graphs save the state for backward."""
     layer, recipe = linear(device), DelayedScaling(amax_history_len=4)
     x = torch.ones(16, 32, device=device)
     for length in (4, 6):
@@ -329,7 +330,7 @@ def test_damaged_scales_are_refused(scale: float) -> None:
     with te.fp8_autocast(enabled=True):
         layer(torch.randn(16, 32)).sum().backward()
     raw = layer.get_extra_state()
-    raw[20:24] = torch.tensor([scale]).view(torch.uint8)  # behind the header
+    raw[20:24] = torch.tensor([scale]).view(torch.uint8)  # the first scale, after the header
     with pytest.raises(ValueError, match=r"scales above 0 and finite, got .* \(layer fc\)"):
         layer.set_extra_state(raw)
 
@@ -361,7 +362,7 @@ def test_copies_have_state_of_their_own() -> None:
 
 
 def test_modules_may_be_pickled_whole() -> None:
-    """`torch.save(model)` after a step, and steps after `torch.load`."""
+    """A model is saved after a step, and a loaded copy continues like the original."""
     recipe = DelayedScaling(amax_history_len=3, fp8_dpa=True)
     modules = (te.Linear(32, 32, device="cpu"), te.DotProductAttention(2, 16))
     inputs = ([torch.randn(16, 32)], [torch.randn(8, 2, 2, 16) for _ in range(3)])
