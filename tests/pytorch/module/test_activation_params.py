@@ -1,4 +1,4 @@
-"""`activation_params`: the clamped SwiGLU of gpt-oss in modules, in every precision; refusals."""
+"""`activation_params`: the clamped SwiGLU of gpt-oss in modules, in every precision; errors."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ CLAMPED = {"activation": "clamped_swiglu", "activation_params": NUMBERS}
 def made(device: str) -> te.LayerNormMLP:
     mlp = te.LayerNormMLP(HIDDEN, FFN, normalization="RMSNorm", device=device, **CLAMPED)
     with torch.no_grad():
-        mlp.fc1_weight.mul_(10)  # so that much is cut off
+        mlp.fc1_weight.mul_(10)  # so that the limit cuts off many values
     return mlp
 
 
@@ -53,7 +53,7 @@ def step(module: torch.nn.Module, x: torch.Tensor, recipe: str) -> list[torch.Te
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_module_follows_the_definition(recipe: str, device: str) -> None:
-    """In three steps: delayed scaling begins with scales of 1, and calls are recorded."""
+    """Run three steps: delayed scaling begins with scales of 1, and the first calls record."""
     mlp = made(device)
     x = torch.randn(64, HIDDEN, device=device)
     for _ in range(3):
@@ -62,7 +62,7 @@ def test_a_module_follows_the_definition(recipe: str, device: str) -> None:
     least = LEAST["fp32" if recipe == "high precision" else recipe]
     (out, *gradients), (expected, *others) = found, defined(mlp, x)
     assert sqnr(out, expected) > least
-    # A value that FP8 has moved across a limit has another gradient, whole or none.
+    # FP8 rounding may move a value across the limit, beyond which its gradient is zero.
     least = least if recipe == "high precision" else 6.0
     for got, other in zip(gradients, others, strict=True):
         assert sqnr(got, other) > least

@@ -1,4 +1,4 @@
-"""Parameters that others compute, such as parametrisations and FSDP, or that have other strides."""
+"""Parameters that parametrisations or FSDP compute, and parameters that are not contiguous."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ each_recipe = pytest.mark.parametrize(
 
 
 def run(module: nn.Module, x: torch.Tensor, recipe: Any) -> torch.Tensor:
-    """A step without optimizer: the output, and gradients where they belong."""
+    """Run forward and backward, and return the output."""
     module.zero_grad()
     grouped = "Grouped" in type(getattr(module, "module", module)).__name__
     with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
@@ -66,7 +66,7 @@ WAYS = {
 
 
 def compute(module: nn.Module, way: str) -> None:
-    """Let something compute each parameter, where it computes such ones."""
+    """Apply `way` to each parameter; only "parametrize" applies to vectors too."""
     for inner in list(module.modules()):
         for name, parameter in list(inner._parameters.items()):
             if parameter is not None and (parameter.ndim == 2 or way == "parametrize"):
@@ -115,14 +115,14 @@ def test_copies_run(kind: str, recipe: Any) -> None:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The values, not contiguous: a matrix by columns, a vector with gaps."""
+    """The same values, not contiguous: a matrix in column-major order, a vector with gaps."""
     if x.ndim == 2:
         return x.t().contiguous().t()
     return torch.stack([x, torch.full_like(x, torch.nan)], 1)[:, 0]
 
 
 def with_strides(module: nn.Module, at_once: bool) -> None:
-    """Give each parameter other strides; at once, or behind the module's back."""
+    """Change the strides of each parameter: set a new parameter, or set only its `data`."""
     for inner in module.modules():
         for name, parameter in list(inner._parameters.items()):
             if parameter is not None and at_once:

@@ -1,4 +1,4 @@
-"""Sizes, rates and groups that cannot be are refused by the constructor that is given them."""
+"""Constructors refuse invalid arguments, and modules refuse bytes after their FP8 state."""
 
 import re
 
@@ -10,7 +10,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
 from transformer_engine.pytorch.fp8.extra_state import pack
 
 CPU = {"device": "cpu", "name": "fc"}
-# Constructor, its sizes, and further arguments. The error may be that of a child.
+# Constructor, its sizes, and further arguments. The error may come from a child.
 SIZES = {
     "Linear": (te.Linear, {"in_features": 32, "out_features": 32, "tp_size": 1}, CPU),
     "LayerNormLinear": (te.LayerNormLinear, {"in_features": 32, "out_features": 32}, CPU),

@@ -75,7 +75,7 @@ def test_gradients_are_those_of_a_backward(kind, precision, way, monkeypatch):
         monkeypatch.setattr(segments, "_MOST_SHAPES", 0)
     plain, late = pair(kind)
     with as_large_inputs(way == "large"):
-        for first in (1, 3, 5):  # of two backwards each, whose gradients add up
+        for first in (1, 3, 5):  # two backwards each, whose gradients are added
             for seed in (first, first + 1):
                 equal(step(plain, seed, RECIPES[precision]), step(late, seed, RECIPES[precision]))
             names = {n for n, p in late.named_parameters() if p.grad is not None and p.dim() > 1}
@@ -134,7 +134,7 @@ def test_what_is_not_trained_has_no_gradient():
         module.fc1_weight.requires_grad_(False)
         module.fc2_bias.requires_grad_(False)
     equal(step(plain, 1), step(late, 1))
-    assert late.fc1_bias.grad is not None  # nothing of this GEMM is delayed
+    assert late.fc1_bias.grad is not None  # it is not delayed, because fc1_weight is frozen
     late.backward_dw()
     equal(grads(late), grads(plain))
     assert late.fc1_weight.grad is None and late.fc2_bias.grad is None

@@ -1,4 +1,4 @@
-"""A module that nobody holds gives its memory back at once, as torch's do: it is in no cycle."""
+"""A module without references is freed at once, like torch's modules: it is in no cycle."""
 
 import gc
 import weakref

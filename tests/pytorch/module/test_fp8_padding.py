@@ -1,4 +1,4 @@
-"""Zero rows behind each part of the rows, and without them again."""
+"""`Fp8Padding` appends rows of zeros to each part of the rows, `Fp8Unpadding` removes them."""
 
 import pytest
 import torch

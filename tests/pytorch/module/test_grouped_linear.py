@@ -1,4 +1,4 @@
-"""`GroupedLinear` against separate Linears: it is the same, part by part."""
+"""`GroupedLinear` computes what a separate Linear computes for each part of the rows."""
 
 import copy
 
@@ -60,7 +60,7 @@ def test_biases_are_returned(device: str) -> None:
 
 
 def test_checkpoints(device: str) -> None:
-    """Keys, shapes and order; the FP8 state of all parts is one entry."""
+    """Keys, shapes and order of state dicts, with one entry for the FP8 state of all parts."""
     source, target = (te.GroupedLinear(3, 32, 48, device=device) for _ in range(2))
     x = torch.randn(sum(SPLITS), 32, device=device)
     with te.fp8_autocast():
@@ -69,8 +69,8 @@ def test_checkpoints(device: str) -> None:
     weights, biases = ([f"{kind}{i}" for i in range(3)] for kind in ("weight", "bias"))
     assert list(state) == [*weights, *biases, "_extra_state"]
     assert state["weight1"].shape == (48, 32) and state["bias2"].shape == (48,)
-    repeated = {f"_extra_state{i}": state["_extra_state"] for i in (1, 2)}  # as Megatron does
-    assert not source.fp8_meta["fp8_checkpoint"]  # else it would unpickle them
+    repeated = {f"_extra_state{i}": state["_extra_state"] for i in (1, 2)}  # Megatron adds them
+    assert not source.fp8_meta["fp8_checkpoint"]  # if True, Megatron would unpickle the state
     target.load_state_dict({**state, **repeated})
     assert_bitwise(target.get_extra_state(), source.get_extra_state())
     with torch.no_grad(), te.fp8_autocast():
@@ -188,7 +188,7 @@ def test_a_frozen_part_may_have_a_history_of_another_length() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_replicas_run_at_the_same_time(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the threads of `torch.nn.DataParallel` run them."""
+    """Threads of `torch.nn.DataParallel` run replicas at the same time."""
     grouped = te.GroupedLinear(3, 32, 16, bias=bias, device="cpu")
     x, lend = torch.randn(sum(SPLITS), 32), te.GroupedLinear._lend
     replicas = [grouped._replicate_for_data_parallel() for _ in range(2)]

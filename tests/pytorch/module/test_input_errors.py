@@ -1,4 +1,4 @@
-"""What users get wrong first: the error says operation, expected, got, layer, and what to do."""
+"""Common mistakes of users: errors say operation, expected, got and layer."""
 
 import re
 
@@ -358,7 +358,7 @@ DENSE_ONLY = {
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("kind", DENSE_ONLY)
 def test_inputs_are_dense(kind, enabled):
-    """Also where a dense input of that shape and dtype came before."""
+    """Also after a call with a dense input of the same shape and dtype."""
     module, parameter, layer = DENSE_ONLY[kind]()
     text = (
         f"[{kind}] expected {parameter} to be a dense torch.Tensor, got one of layout "

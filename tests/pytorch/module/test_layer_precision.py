@@ -18,8 +18,8 @@ RECIPES = {
     "current": Float8CurrentScaling(),
     "blocks": Float8BlockScaling(),
 }
-# FP8 with 3 mantissa bits is wrong by up to 2^-4; errors of a layer's GEMMs add in quadrature, and
-# half of the output is the residual, which has none. Gradients have 2 bits.
+# FP8 with 3 mantissa bits has rounding errors of up to 2^-4. The errors of a layer's GEMMs add in
+# quadrature, and half of the output is the residual, which has no error. Gradients may have 2 bits.
 OUTPUT_BOUND, GRADIENT_BOUND = 0.06, 0.2
 
 
@@ -56,17 +56,17 @@ def test_close_to_fp32_and_all_gemms_in_fp8(device, recipe, changes):
         te.gemm_report(reset=True)
         found = run(layer, x, upstream, recipe, **memory)
     report = te.gemm_report()
-    # Cross-attention adds three; the encoder's output needs no gradient here.
+    # Cross-attention adds three layers. The encoder's output needs no gradient: one GEMM less.
     assert report.total("fp8") == (3 * 4 if not memory else 3 * 7 - 1)
     assert report.total("fp32") == 0
     assert 1e-4 < relative_error(found[0], exact[0]) < OUTPUT_BOUND
     for got, wanted in zip(found[1:], exact[1:], strict=True):
-        if float(wanted.norm()) > 1e-4:  # a bias of keys moves no softmax
+        if float(wanted.norm()) > 1e-4:  # a bias of keys does not change the softmax
             assert relative_error(got, wanted) < GRADIENT_BOUND
 
 
 def test_cached_weights(device):
-    """Later micro-batches use the weights of the first, whatever becomes of the parameters."""
+    """Later micro-batches use the FP8 weights of the first, even if the parameters change."""
     layer = make(device)
     x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)
     recipe = RECIPES["current"]
@@ -97,7 +97,7 @@ def test_gradients_accumulate_in_main_grad(device, recipe):
 
 
 def test_residual_gradients_join_inside_the_norms(device, monkeypatch):
-    """No pass over memory of their own: the kernel of the norm's backward adds them."""
+    """The kernel of the norm's backward adds them, so that no other kernel needs to."""
     joined = []
 
     def spy(*arguments):
@@ -157,7 +157,7 @@ def test_an_input_that_is_kept_as_it_came_changes_no_bit(device, tokens):
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: saved.append(t) or t, lambda t: t
         )
-        for _ in range(2):  # the second time as the first
+        for _ in range(2):  # the second call may run from a recording
             leaf.grad = layer.weight.grad = layer.bias.grad = None
             with hooks, te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
                 out = layer(leaf)

@@ -1,4 +1,4 @@
-"""What Linear, LayerNormLinear, LayerNormMLP and the norms promise beside their arithmetic."""
+"""Behaviour of Linear, LayerNormLinear, LayerNormMLP and the norms, apart from arithmetic."""
 
 import copy
 import weakref
@@ -124,7 +124,7 @@ def test_fused_weight_gradient_accumulation(device: str) -> None:
 
 
 def test_fused_accumulation_runs_the_hooks_of_trainers(device: str) -> None:
-    """Data-parallel trainers wait for the gradient of each parameter; the tensor is a stand-in."""
+    """Data-parallel trainers wait for these hooks; `grad` is a placeholder of zeros."""
     module = te.Linear(32, 48, device=device, fuse_wgrad_accumulation=True)
     weight = module.weight
     weight.main_grad = torch.zeros(48, 32, device=device)
@@ -143,7 +143,7 @@ def test_fused_accumulation_runs_the_hooks_of_trainers(device: str) -> None:
 
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
 def test_fused_accumulation_may_be_switched(kind: type, device: str) -> None:
-    """As Megatron-Core reads it; between two calls of equal shapes."""
+    """Megatron-Core reads the attribute. It changes between two calls with equal shapes."""
     module = kind(32, 48, device=device)
     weight, x = module.weight, torch.ones(16, 32, device=device)
     weight.main_grad = torch.zeros(48, 32, device=device)
@@ -268,7 +268,7 @@ def test_sizes_that_fp8_cannot_take_fall_back_with_one_warning(device: str) -> N
     ):
         y = module(x)
     with te.fp8_autocast(fp8_recipe=RECIPE):
-        module(x)  # announced once: a second warning would be an error
+        module(x)  # a second warning would be an error
     assert te.gemm_report().total("fp8") == 0
     torch.testing.assert_close(y, module(x))
 
@@ -310,7 +310,7 @@ def test_compiled_equals_eager(device: str, kind: str, recipe) -> None:
         assert torch.equal(p.grad, q.grad)
     if eager.scaling:
         with te.fp8_autocast():
-            pass  # the compiled backward step ends here
+            pass  # runs the updates that the compiled backward deferred
         for direction, state in eager.scaling.items():
             assert torch.equal(state.scale, twin.scaling[direction].scale)
 
@@ -332,7 +332,7 @@ def test_gemm_report_names_layers(device: str) -> None:
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()])
 @pytest.mark.parametrize("tapped", [False, True])
 def test_the_plain_norm_is_dropped_once_it_is_cast(monkeypatch, tapped, recipe) -> None:
-    """Before the GEMM runs, that is: the two together would set the peak of memory."""
+    """It is freed before the GEMM runs, and so does not add to the peak of memory."""
     plain, alive = [], []
     norm_forward, fprop = norm_stage.norm_forward, gemm.fprop
 
@@ -377,7 +377,7 @@ def test_current_scaling_drops_the_gradient_of_an_activation_before_the_cast(mon
 
 
 def test_a_device_context_is_obeyed(device: str) -> None:
-    """That of the CPU too, where there is a GPU; without one, layers are made on the GPU."""
+    """Also a context of the CPU on a machine with a GPU. The default device is the GPU, if any."""
     with torch.device(device):
         assert te.Linear(16, 16).weight.device.type == device
         with torch.device("meta"):

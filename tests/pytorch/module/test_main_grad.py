@@ -45,7 +45,7 @@ def inputs(count=3):
 
 
 def sums_of_uses(layer, fp8, count=3):
-    """By a layer that makes new gradients."""
+    """The sums in `grad` of a layer that does not use `main_grad`."""
     layer.fuse_wgrad_accumulation = False
     for number, x in enumerate(inputs(count)):
         with te.fp8_autocast(enabled=fp8, fp8_recipe=RECIPE):
@@ -98,7 +98,7 @@ def test_forwards_without_backward_leave_no_mark():
     for number, x in enumerate(inputs()):
         loss = layer(x, number == 0).sum() * (number + 1)
         loss.backward()
-        for call in CALLS.values():  # evaluations, while the last loss is there
+        for call in CALLS.values():  # forwards without backward, while `loss` is alive
             call(layer, x, True)
             with torch.no_grad():
                 evaluated = layer(x, True)
@@ -108,7 +108,7 @@ def test_forwards_without_backward_leave_no_mark():
 
 
 def test_a_backward_without_gradients_of_weights_leaves_the_mark():
-    """Only the output of the norm is read."""
+    """The first loss depends only on the output of the norm."""
     layer = te.LayerNormLinear(
         *(32, 32), bias=False, return_layernorm_output=True, fuse_wgrad_accumulation=True
     ).cpu()
@@ -136,7 +136,7 @@ def test_layers_that_have_one_weight():
 
 
 def test_weights_that_every_backward_overwrites():
-    """As those of trainers that reduce `main_grad` after each backward."""
+    """Trainers that reduce `main_grad` after each backward set `overwrite_main_grad`."""
     layer = te.Linear(32, 32, bias=False, fuse_wgrad_accumulation=True, device="cpu")
     layer.weight.main_grad = torch.full_like(layer.weight, STALE)
     layer.weight.overwrite_main_grad = True

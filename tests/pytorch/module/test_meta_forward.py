@@ -1,4 +1,4 @@
-"""Tensors on meta: layers there give results without memory, and others beside them errors."""
+"""Layers on meta return tensors on meta. Tensors on meta beside others are an error."""
 
 import re
 
@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import (
 
 
 class Grouped(nn.Module):
-    """A GroupedLinear whose parts are equal."""
+    """A GroupedLinear that splits the rows into two halves."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_layer_that_ran_on_meta_trains_when_it_has_memory(kind: str, recipe: s
 def test_layers_are_made_where_registration_puts_parameters_on_meta(
     kind: str, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `accelerate.init_empty_weights` does."""
+    """`accelerate.init_empty_weights` registers parameters like this."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

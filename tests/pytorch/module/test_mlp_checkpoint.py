@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def pair(device="cpu", **settings):
-    """A layer without and one with it, otherwise alike."""
+    """Two equal layers: one without `checkpoint`, and one with it."""
     torch.manual_seed(1)
     plain = te.LayerNormMLP(32, 64, device=device, params_dtype=torch.float32, **settings)
     again = copy.deepcopy(plain)
@@ -75,7 +75,7 @@ def test_weights_kept_in_fp8(recipe, device):
 
 
 def saved_bytes(layer, recipe):
-    """Of what autograd keeps for the backward, beside the parameters."""
+    """Bytes that autograd saves for the backward, without parameters, and bytes of the input."""
     x = torch.randn(128, 32, requires_grad=True)
     with scope(recipe), saved_storages() as seen:
         y = layer(x)

@@ -46,7 +46,7 @@ def run_steps(module, precision: str, x: torch.Tensor, steps: int) -> torch.Tens
 
 
 def gradient(shape: torch.Size) -> torch.Tensor:
-    """The same for every device and dtype; its mean keeps column sums away from cancellation."""
+    """The same for every device and dtype; a mean of 0.5 avoids cancellation in column sums."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(7)).bfloat16().double() + 0.5
 
 

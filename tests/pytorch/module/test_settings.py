@@ -1,4 +1,4 @@
-"""Settings of modules that are set after construction are those of the next call."""
+"""Settings of modules that are set after construction apply from the next call."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def make(kind, **settings):
 
 
 def step(module, precision, call=None):
-    """What a training step leaves behind."""
+    """The outputs, gradients and amax histories of a training step."""
     for parameter in module.parameters():
         parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -65,7 +65,7 @@ def assert_same(ours, theirs):
 @every_setting
 @precisions
 def test_is_that_of_the_next_call(kind, name, precision):
-    """As of a module that was made with it and has the same parameters and scales."""
+    """Results equal those of a module that was constructed with the setting."""
     value = SETTINGS[kind][name]
     late, made = make(kind), make(kind, **{name: value})
     step(late, precision)
@@ -324,14 +324,14 @@ def test_arguments_of_overlap_are_attributes(kind):
     assert module.ub_name == "fc1"
     assert module.ub_overlap_ag and module.ub_bulk_wgrad
     assert not (module.ub_overlap_rs or module.ub_bulk_dgrad or module.ub_overlap_rs_dgrad)
-    assert not (module.ub_overlap_ag_fprop or module.ub_overlap_rs_fprop)  # on one rank
+    assert not (module.ub_overlap_ag_fprop or module.ub_overlap_rs_fprop)  # there is only one rank
     assert not module.ub_overlap_ag_dgrad
     assert make(kind).ub_name is None
     assert te.GroupedLinear(1, 32, 64, device="cpu", ub_name="fc1").ub_name == "fc1"
 
 
 class LearnsEpsilon(te.RMSNorm):
-    """Has a parameter, and looks into its dicts, where others have a setting."""
+    """Has a parameter in place of a setting, and reads `_buffers` while attributes are set."""
 
     def __init__(self, size):
         super().__init__(size, device="cpu")
@@ -343,7 +343,7 @@ class LearnsEpsilon(te.RMSNorm):
 
 
 class HasActivation(te.LayerNormMLP):
-    """Has a module where others have a setting."""
+    """Has a module in place of a setting."""
 
 
 def test_a_subclass_may_have_a_parameter_or_a_module_in_place_of_a_setting():

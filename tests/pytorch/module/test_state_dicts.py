@@ -1,4 +1,4 @@
-"""What checkpoints hold: keys, shapes and order of every module, and whose checkpoints load."""
+"""Keys, shapes and order of the state dicts of modules, and checkpoints of others that load."""
 
 import io
 from contextlib import nullcontext
@@ -235,12 +235,13 @@ def test_only_delayed_scaling_has_state(device: str) -> None:
     assert layer.state_dict()["_extra_state"].numel() == 0
     in_fp8(layer, device)
     state = layer.state_dict()["_extra_state"]
-    # The magic word, three sizes, and scales with 1024 amaxes: 2 GEMMs of 3 and of 2 tensors.
+    # The magic word, three sizes, and each scale with 1024 amaxes. Each of the two GEMMs has three
+    # scales in the forward and two in the backward.
     assert state.numel() == 8 + 12 + 4 * 1025 * (6 + 4)
     assert (state.dtype, state.device.type) == (torch.uint8, "cpu")
     size = state.numel()
     in_fp8(layer, device)
-    assert layer.state_dict()["_extra_state"].numel() == size  # of one size, whatever happened
+    assert layer.state_dict()["_extra_state"].numel() == size  # the size stays the same
 
 
 PLAIN = [
@@ -256,7 +257,7 @@ PLAIN = [
 def test_plain_layers_load_into_ours_and_back(
     plain: Any, ours: Any, used: bool, device: str
 ) -> None:
-    """Strictly, also where the target has run in FP8; the way back drops the FP8 state."""
+    """With strict=True, also after calls in FP8. The way back drops the FP8 state."""
     torch.manual_seed(0)
     source = plain().to(device)
     with torch.no_grad():
@@ -279,7 +280,7 @@ def test_plain_layers_load_into_ours_and_back(
 
 
 def plain_block() -> nn.Module:
-    """The layers of a transformer block, in plain torch, under our names for them."""
+    """The norm and the linear layers of an MLP block, in plain torch."""
     block = nn.Module()
     block.norm = nn.LayerNorm(32)
     block.up, block.down = nn.Linear(32, 64), nn.Linear(64, 32)
@@ -287,7 +288,7 @@ def plain_block() -> nn.Module:
 
 
 def test_plain_weights_become_a_fused_module(device: str) -> None:
-    """Renamed keys are all it takes."""
+    """It is enough to rename the keys."""
     block = plain_block().to(device)
     fused = te.LayerNormMLP(32, 64, device=device)
     names = {"norm": "layer_norm_", "up": "fc1_", "down": "fc2_"}
@@ -302,7 +303,7 @@ def test_plain_weights_become_a_fused_module(device: str) -> None:
 
 
 class _Tripwire:
-    """A pickle that shows whether anybody opened it."""
+    """Sets `opened` when it is unpickled."""
 
     opened = False
 
@@ -322,7 +323,7 @@ def pickled() -> torch.Tensor:
 )
 @pytest.mark.parametrize("kind", ["Linear", "LayerNorm", "RMSNorm", "LayerNormMLP"])
 def test_state_of_other_versions_loads_without_running_code(kind: str, foreign: Any) -> None:
-    """Newer versions write an empty state for norms too; the oldest wrote streams."""
+    """Newer versions write an empty state for norms too; the oldest wrote a BytesIO."""
     sizes = {"Linear": (32, 48), "LayerNormMLP": (32, 64)}.get(kind, (32,))
     source = getattr(te, kind)(*sizes, device="cpu")
     target = getattr(te, kind)(*sizes, device="cpu")

@@ -1,4 +1,4 @@
-"""Token counts that FP8 GEMMs cannot take: rows depend on no others, and results are no views."""
+"""Numbers of tokens that FP8 GEMMs cannot take: rows are independent, results are no views."""
 
 import copy
 from pathlib import Path
@@ -28,13 +28,13 @@ SESSIONS = {
         section("LogTensorStats", tensors=["activation", "gradient"], stats=["max", "mean"]),
         section("LogFp8TensorStats", tensors=["activation"], stats=["underflows%", "mse"]),
     ],
-    # The other GEMM of the gradient takes what a fused kernel has cast.
+    # The other GEMM that reads the gradient takes the codes that a fused kernel has written.
     "one GEMM in high precision": [section("DisableFP8GEMM", gemms=["dgrad"])],
 }
 
 
 def trained(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """A module with scales of its own, an input, and a gradient that is zero from `SOME` on."""
+    """A module after a step in FP8, an input, and a gradient that is zero from row `SOME` on."""
     torch.manual_seed(20)
     module = MODULES[kind]()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
@@ -58,7 +58,7 @@ def step(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[t
 
 
 def assert_rows_alike(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> None:
-    """Whether or not other rows follow, which have no gradient."""
+    """Assert equal results with and without the rows after `SOME`, whose gradient is zero."""
     whole, part = step(module, x, grad), step(module, x[:SOME], grad[:SOME])
     for a, b in zip(part, whole, strict=True):
         assert_bitwise(a, b)
