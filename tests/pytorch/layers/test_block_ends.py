@@ -1,4 +1,4 @@
-"""The ends of a layer's blocks: bias, dropout and residual in one pass; whole samples dropped."""
+"""The last operations of a layer's blocks: bias, dropout and residual in one pass, drop path."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lengths of sequences in decoder layers, whose two attentions have other keys."""
+"""Sequence lengths in decoder layers: self-attention and cross-attention have different keys."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_lengths_of_keys_are_those_of_the_encoder_output(
 
 @torch.no_grad()
 def test_lengths_of_keys_alone_are_not_for_self_attention(device: str) -> None:
-    """Room behind the sequences of the encoder output, and none behind those of the decoder."""
+    """The sequences of the encoder output have padding, those of the decoder have none."""
     torch.manual_seed(1)
     layer = make(device, attn_input_format="thd")
     x, encoded = torch.randn(9, 32, device=device), torch.randn(9, 32, device=device)

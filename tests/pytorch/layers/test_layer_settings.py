@@ -1,4 +1,4 @@
-"""Settings of TransformerLayer that are set after construction, and reach its blocks."""
+"""Settings of TransformerLayer that are set after construction change its blocks too."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_sequence_parallelism():
     options = {"tp_size": 2, "set_parallel_mode": True, "output_layernorm": True}
     layer = build(layer_type="decoder", **options)
     parts = [part for part in layer.modules() if hasattr(part, "sequence_parallel")]
-    assert len(parts) == 9  # the layer, four and three parts of its attentions, and the MLP
+    assert len(parts) == 9  # the layer, 3 and 4 parts of its attentions, and the MLP
     for on in (True, False):
         made = build(layer_type="decoder", sequence_parallel=on, **options)
         layer.sequence_parallel = on

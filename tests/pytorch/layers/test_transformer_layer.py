@@ -52,7 +52,7 @@ CASES = {
 def make(device="cpu", **changes):
     arguments = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "device": device, **changes}
     layer = TransformerLayer(HIDDEN, FFN, HEADS, **arguments)
-    with torch.no_grad():  # biases and norms that matter
+    with torch.no_grad():  # so that biases and norms change the output
         for name, parameter in layer.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -81,7 +81,7 @@ def seen_of(mask_type="causal", queries=LENGTH, keys=LENGTH):
 
 
 def swapped(x, case):
-    """Batch first to the case's format, and back."""
+    """Convert from batch first to the case's format, or back."""
     return x if case.get("attn_input_format") == "bshd" else x.transpose(0, 1)
 
 
@@ -143,7 +143,7 @@ def test_positions_and_biases_reach_attention(device):
 
 
 def test_cross_attention_masks(device):
-    """A pair of masks is padding, one mask is arbitrary, and both mean what they say."""
+    """A pair of masks is a padding mask, a single mask an arbitrary one; their results agree."""
     layer = make(device, layer_type="decoder", attn_input_format="bshd")
     x = torch.randn(BATCH, LENGTH, HIDDEN)
     memory = torch.randn(BATCH, 9, HIDDEN)
@@ -230,7 +230,7 @@ def test_drop_path_in_the_layer(device, case):
 
 
 def test_every_path_is_dropped(device):
-    """The branches of a last layer at rate 1 are zero, and so are their gradients."""
+    """At rate 1 the branches are zero, and so are the gradients of their parameters."""
     layer = make(device, drop_path_rate=1.0)
     x = torch.randn(LENGTH, BATCH, HIDDEN, device=device, requires_grad=True)
     out = layer(x)
@@ -345,7 +345,7 @@ def test_bad_inputs():
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
-    """Replays draw new dropout, and give what eager mode gives where nothing is random."""
+    """Replays draw new dropout masks. Without dropout the results equal those of eager mode."""
     layer = make("cuda", params_dtype=torch.bfloat16)
     x = torch.randn(64, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
