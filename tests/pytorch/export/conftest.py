@@ -1,4 +1,4 @@
-"""Torch's list of the operators of ONNX, made once for all exports."""
+"""Torch's registry of ONNX operators, built once for all exports."""
 
 import copy
 import functools
@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def _operators_of_onnx() -> Any:
-    """By version; torch reads their sources anew for each export, which takes a second."""
+    """The registry of each version; torch would build it for each export, in about a second."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415
-    except ImportError:  # other releases of torch: exports take longer
+    except ImportError:  # other releases of torch: exports are slower
         return None
     return ONNXRegistry, functools.cache(ONNXRegistry.from_torchlib)
 

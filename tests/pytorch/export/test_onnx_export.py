@@ -33,9 +33,9 @@ from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import current_scales
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own use
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # raised by torch itself
     pytest.mark.filterwarnings("ignore:.*in training mode.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*axis name.*:UserWarning"),  # of sizes that are equal
+    pytest.mark.filterwarnings("ignore:.*axis name.*:UserWarning"),  # for axes of equal size
 ]
 
 
@@ -62,13 +62,13 @@ def test_modules(recipe, device):
     proto = check(model, (torch.randn(2, 8, HIDDEN),), (torch.randn(3, 16, HIDDEN),), recipe)
     operators = [node.op_type for node in proto.graph.node]
     casts = operators.count("QuantizeLinear")
-    assert casts == 0 if recipe is None else casts > 5  # of 5 weights, and of inputs
+    assert casts == 0 if recipe is None else casts > 5  # casts of 5 weights and of inputs
     assert operators.count("DequantizeLinear") == casts
 
 
 @pytest.mark.parametrize("optimize", [True, False], ids=["optimized", "plain"])
 def test_static_shapes(optimize):
-    """Of them onnxruntime knows enough to move casts."""
+    """With static shapes, onnxruntime can move casts to other places of the graph."""
     inputs = (torch.randn(2, 16, HIDDEN),)
     model = te.LayerNormMLP(HIDDEN, FFN, device="cpu")
     check(model, inputs, inputs, RECIPES["delayed"], None, optimize=optimize)
@@ -118,7 +118,7 @@ def test_scales_are_the_trained_ones():
     assert found[0] != 1.0
     types = {constants[node.input[2]].dtype.name for node in casts}
     assert types == {"float8_e4m3fn"}
-    for direction, state in before.items():  # and exporting is no step
+    for direction, state in before.items():  # an export changes no scales
         assert torch.equal(state.scale, module.scaling[direction].scale)
         assert torch.equal(state.amax_history, module.scaling[direction].amax_history)
 
@@ -147,7 +147,7 @@ def test_masks_of_positions():
 
 
 class Masked(nn.Module):
-    """Attention with masks and biases that come as tensors."""
+    """Attention whose masks and biases are inputs of the graph."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ def test_masks_that_are_tensors():
     def inputs(batch, length):
         padding = torch.arange(length) >= torch.randint(1, length, (batch, 1))
         arbitrary = torch.rand(length, length) < 0.3
-        arbitrary[1] = True  # a query that sees nothing
+        arbitrary[1] = True  # a query that attends to no key
         return (
             torch.randn(length, batch, HEADS, 16),
             torch.randn(length, batch, 2, 16),
@@ -227,7 +227,7 @@ def test_transformer_layer(recipe, device):
 
 
 def test_gpt_in_fp8():
-    """The example's model, by the defaults of both exporter and onnxruntime."""
+    """The model of the example, with the default options of the exporter."""
     small = {"layers": 1, "hidden": 64, "seq": 32, "dropout": 0.1, "seed": 0, "validate_every": 1}
     how = {"data": None, "device": "cpu", "model": "te", "precision": "fp8", "recipe": "delayed"}
     settings = Settings(**{**SIZES["tiny"], **small, **how})
@@ -253,7 +253,7 @@ def test_half_precision(recipe, dtype, device):
 
 
 def test_newer_opset():
-    """onnxruntime fuses float8 as if it were int8 from opset 21 on, until it is told not to."""
+    """From opset 21 on, onnxruntime before 1.32 fuses float8 as if it were int8 by default."""
     module, recipe = te.LayerNormLinear(32, 48, device="cpu"), RECIPES["delayed"]
     x = torch.randn(4, 2, 32)
     trained(module, (x,), recipe)
@@ -280,7 +280,7 @@ def test_weights_kept_in_fp8(recipe, device):
 
 @pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
 def test_weights_kept_in_blocks():
-    """Outside of autocast: a graph of dequantised values."""
+    """Outside of autocast, the graph contains the dequantised weights."""
     with te.fp8_model_init(recipe=Float8BlockScaling()):
         model = te.Linear(160, 272, device="cpu").requires_grad_(False)
     check(model, (torch.randn(2, 8, 160),), (torch.randn(3, 4, 160),), None)

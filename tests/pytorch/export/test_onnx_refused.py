@@ -8,7 +8,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own use
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # raised by torch itself
     pytest.mark.filterwarnings("ignore:.*in training mode.*:UserWarning"),
 ]
 

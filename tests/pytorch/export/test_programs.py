@@ -1,4 +1,4 @@
-"""Programs of `torch.export`: another process runs them, and models stay as they are."""
+"""Programs of `torch.export` run in other processes, and do not change their models."""
 
 import copy
 import io
@@ -16,12 +16,12 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.chain import compiled
 
 AUTO = torch.export.Dim.AUTO
-# Torch 2.11 warns of the bytes that it loads.
+# Torch 2.11 warns that the bytes which it loads are not writable.
 pytestmark = pytest.mark.filterwarnings("ignore:.*buffer is not writable:UserWarning")
 
 
 class InScope(nn.Module):
-    """A module whose autocast is in its forward."""
+    """A module that enters an autocast in its forward."""
 
     def __init__(self, module, recipe):
         super().__init__()
@@ -36,7 +36,7 @@ def trained(module, recipe, x):
     model = InScope(module, recipe)
     for _ in range(2):
         model(x).square().sum().backward()
-    with te.fp8_autocast():  # which runs updates that wait
+    with te.fp8_autocast():  # runs the deferred updates of scales
         pass
     return model
 
@@ -49,7 +49,7 @@ def casts(**settings):
     return te.ops.Sequential(te.ops.Quantize(**settings), te.Linear(64, 64, device="cpu"))
 
 
-@pytest.mark.filterwarnings("ignore:.*side effects.*:UserWarning")  # the autocast
+@pytest.mark.filterwarnings("ignore:.*side effects.*:UserWarning")  # from the autocast
 @pytest.mark.parametrize(
     ("module", "recipe", "strict"),
     [
@@ -81,7 +81,7 @@ def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatc
     with torch.no_grad():
         program = torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict)
     torch.export.save(program, file)
-    monkeypatch.setattr(compiled, "_OPERATORS", compiled._Operators())  # it has none
+    monkeypatch.setattr(compiled, "_OPERATORS", compiled._Operators())  # another process has none
     file.seek(0)
     program = torch.export.load(file).module()
     with torch.no_grad():
@@ -94,14 +94,14 @@ def test_another_process_runs_a_saved_program(module, recipe, strict, monkeypatc
     ids=["attention", "casts"],
 )
 def test_programs_change_no_scales(module):
-    """Whether autograd is on where they run, or not."""
+    """Programs run with gradients and without."""
     recipe, x = DelayedScaling(amax_history_len=4, fp8_dpa=True), torch.randn(16, 2, 64)
     model = trained(module, recipe, x)
     before = [copy.deepcopy(one.scaling) for one in model.modules() if hasattr(one, "scaling")]
     with torch.no_grad():
         program = torch.export.export(model, (x,)).module()
     program(100 * x)
-    with torch.no_grad(), te.fp8_autocast():  # which would run updates that wait
+    with torch.no_grad(), te.fp8_autocast():  # would run deferred updates
         program(100 * x)
     after = [one.scaling for one in model.modules() if hasattr(one, "scaling")]
     for old, new in zip(before, after, strict=True):
@@ -117,7 +117,7 @@ def test_operators_of_another_process():
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_programs_with_gradients_train(fp8):
-    """In the process that made them, as torch.distributed.pipelining trains them."""
+    """In the process that exported them; torch.distributed.pipelining trains such programs."""
     layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
     model, x = nn.Sequential(nn.Linear(64, 64), layer), torch.randn(16, 2, 64)
     found = []
