@@ -258,7 +258,7 @@ def test_newer_opset():
     x = torch.randn(4, 2, 32)
     trained(module, (x,), recipe)
     proto = export(module, (x,), recipe, opset_version=23)
-    (got,) = run(proto, (x,), disable_quant_qdq="1")
+    (got,) = run(proto, (x,))
     with torch.no_grad(), scope(recipe):
         torch.testing.assert_close(got, module(x))
 
