@@ -25,7 +25,7 @@ def unfused(monkeypatch):
 
 
 class Tracker:
-    """Named RNG states, one of them, in the documented shape."""
+    """An RNG state tracker with the documented methods and one state."""
 
     def __init__(self, seed, device):
         self.device = device
@@ -67,7 +67,7 @@ def test_dropout_drops_in_training_only(device, backend):
 
 
 def test_all_weights_dropped(device):
-    """Kernels that divide by 1 - p refuse p = 1, and unfused attention takes it."""
+    """Backends whose kernels divide by 1 - p refuse p = 1, so unfused attention runs."""
     module = make_module(attention_dropout=1.0)
     for found in _run(module, make_qkv(device)):
         assert int(found.count_nonzero()) == 0
@@ -88,7 +88,7 @@ def test_dropout_draws_from_the_tracker(device, unfused):
     assert not torch.equal(first, second)
     tracker.set_states(Tracker(5, device).get_states())
     assert torch.equal(make_module(**arguments)(*inputs), first)
-    make_module(**arguments, sequence_parallel=True)(*inputs)  # the default states here
+    make_module(**arguments, sequence_parallel=True)(*inputs)  # uses the default generator
     assert not torch.equal(
         torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(), before
     )

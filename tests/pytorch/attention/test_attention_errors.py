@@ -1,4 +1,4 @@
-"""DotProductAttention: state, choice of backend, and what it refuses."""
+"""DotProductAttention: state, choice of backend, and the arguments that it refuses."""
 
 import re
 from unittest import TestCase
@@ -47,7 +47,7 @@ def test_a_table_of_no_device():
 
 
 def test_choice_and_table_agree(monkeypatch):
-    """What the debug log says of a call is what the table says of the same arguments."""
+    """The debug log of a call contains the table for the same arguments."""
     monkeypatch.setenv("NVTE_DEBUG", "1")
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
     logger = ("DotProductAttention", "DEBUG")
@@ -83,7 +83,7 @@ def test_no_backend_left(monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         make_module()(*make_qkv(), core_attention_bias_type="alibi")
-    monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # read at each call
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # each call reads the variable
     make_module()(*make_qkv(), core_attention_bias_type="alibi")
 
 

@@ -1,4 +1,4 @@
-"""The autograd function of attention: checkpoints, changes in place, second and forward mode."""
+"""Autograd of attention: checkpoints, changes in place, second derivatives, forward mode."""
 
 import pytest
 import torch
@@ -37,7 +37,10 @@ def test_gradients_of_gradients_are_an_error_in_words(name, monkeypatch):
     ids=["causal", "mask", "bias"],
 )
 def test_a_checkpoint_saves_the_arguments_of_its_call(dropout, arguments, monkeypatch):
-    """And runs the forward again, with the same random numbers; none of it may change."""
+    """Its backward runs the forward again with the same random numbers.
+
+    An argument that is changed in place before the backward is an error.
+    """
     for name, value in ALONE["unfused"].items():
         monkeypatch.setenv(name, value)
     module, inputs = make_module(attention_dropout=dropout), make_qkv()
@@ -111,7 +114,7 @@ def test_a_checkpoint_of_tensors_on_meta(monkeypatch):
 
 
 def test_a_result_may_be_changed_in_place_where_nothing_reads_it(monkeypatch):
-    """A result of one head is a view of the kernel's."""
+    """With one head, the result is a view of the kernel's result."""
     monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
     module, inputs = make_module(num_attention_heads=1), make_qkv(shape=(5, 2, 1, 8))
     expected = torch.autograd.grad((module(*inputs) * 3).sum(), inputs)
@@ -122,13 +125,13 @@ def test_a_result_may_be_changed_in_place_where_nothing_reads_it(monkeypatch):
     ):
         assert torch.equal(gradient, wanted)
     monkeypatch.setattr(core, "choose", lambda *call: sdpa.BACKEND)
-    out = module(*inputs).mul_(3)  # which its backward would have read
+    out = module(*inputs).mul_(3)  # the backward of sdpa reads the result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
 def test_fp8_ends_the_step_once(monkeypatch):
-    """At the end of the backward, whichever inputs need a gradient."""
+    """The step ends with the backward, whichever inputs need a gradient."""
     ended = []
     monkeypatch.setattr(Step, "end_backward", lambda step: ended.append(1))
     recipe = DelayedScaling(amax_history_len=2, fp8_dpa=True)
@@ -146,8 +149,8 @@ def test_fp8_ends_the_step_once(monkeypatch):
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_forward_mode_is_left_to_torch_or_refused(recorded, monkeypatch):
-    """A tangent must not be lost in a kernel."""
-    module = make_module(kv_channels=(8, 16))  # which torch composes
+    """A call either returns the right tangent or raises an error."""
+    module = make_module(kv_channels=(8, 16))  # torch composes such attention of other operators
     query, key, value = (torch.randn(5, 2, 4, size) for size in (8, 8, 16))
     query.requires_grad_(recorded)
     for backend in (sdpa.BACKEND, unfused.BACKEND):

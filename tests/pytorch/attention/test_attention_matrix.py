@@ -1,7 +1,8 @@
-"""The test matrix of attention: every backend against the definition, and its skips.
+"""The test matrix of attention: every backend against the definition.
 
-On the CPU pairwise cases run, on a GPU the full product, in which each test is one backend, mask
-type and format; the product's counts are printed (`pytest -rP`).
+Pairwise cases run on the CPU and on a GPU. On a GPU the full product of fewer values runs, too: a
+test for each backend, mask type and format, which prints how many cases passed and how many were
+skipped for which reason (`pytest -rP`).
 """
 
 from collections import Counter
@@ -14,10 +15,11 @@ from cases.attention_matrix import HEADS, check, pairwise, product, refusals
 from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import BACKENDS, choice
 
-# What the compiler of flash-attn 4 says of its own kernels.
+# A warning of the compiler of flash-attn 4 about flash-attn's own kernels.
 pytestmark = pytest.mark.filterwarnings("ignore:Argument .* cannot be converted to a JitArgument")
 BY_NAME = {backend.name: backend for backend in BACKENDS}
-# What a GPU runs in full: sizes that all kernels take, and lengths that are no multiple of a tile.
+# Values of the full product: head sizes that all kernels support, and some lengths that are not
+# multiples of a tile.
 ON_GPU = {
     "dtype": FACTORS["dtype"],
     "groups": [HEADS, 1],
@@ -34,7 +36,7 @@ CASES = [*HAND_PICKED, *pairwise(FACTORS), *pairwise({**FACTORS, "bias": ["no_bi
 
 @pytest.fixture
 def only(monkeypatch):
-    """Makes one backend run, after a look at what the choice would have depended on."""
+    """Makes one backend run, after checking that the table for the call is as expected."""
 
     def force(name, expected):
         def choose(*facts):
@@ -81,7 +83,7 @@ def test_in_full(only, name, mask_type, qkv_format):
         try:
             check(case, "cuda")
             counts["passed"] += 1
-        except Exception as error:  # all cases are worth a look, not the first one alone
+        except Exception as error:  # the other cases still run
             failures.append(f"{case}: {type(error).__name__} {str(error).partition(chr(10))[0]}")
     for reason, count in counts.most_common():
         print(f"{count:5} {name}: {reason}")

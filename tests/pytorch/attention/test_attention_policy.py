@@ -1,4 +1,4 @@
-"""The order of attention backends: speed as measured, and what waits until a GPU has run it."""
+"""The order of attention backends: by measured speed, but backends untested on GPUs are last."""
 
 import subprocess
 import sys
@@ -41,8 +41,8 @@ def test_what_flash_attn_4_was_not_timed_with_is_cudnns(changes):
     assert names.index("flash4") < names.index("sdpa")
 
 
-# Batch, heads, groups, length, size of heads and the faster one of the two; see the table of
-# policy.py.
+# Batch, heads, groups, length, head size, and the faster backend of cuDNN and flash-attn 4; see the
+# table in policy.py.
 MEASURED = [
     (4, 32, 32, 4096, 128, "flash4"),
     (4, 32, 8, 4096, 128, "flash4"),
@@ -75,7 +75,7 @@ def test_the_environment_asks_for_flash_attn(monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert order(**LARGE)[:3] == ["flash4", "flash3", "flash2"]
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    assert order(**LARGE)[:2] == ["flash4", "cudnn"]  # by speed; all of them refuse
+    assert order(**LARGE)[:2] == ["flash4", "cudnn"]  # sorted by speed; both refuse
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def all_confirmed(monkeypatch):
     ],
 )
 def test_flash_attn_4_is_for_large_problems(all_confirmed, changes, large):
-    """Its host time would show in small ones."""
+    """In small problems its host code takes longer than its kernels."""
     names = order(**{**LARGE, **changes})
     assert (names.index("flash4") < names.index("sdpa")) is large
     assert names[-1] == "unfused"
@@ -104,7 +104,7 @@ def test_flash_attn_4_is_for_large_problems(all_confirmed, changes, large):
 
 @pytest.mark.parametrize(("length", "faster"), [(2048, "flash4"), (1024, "cudnn")])
 def test_the_time_of_the_host_does_not_count_in_graphs(length, faster):
-    """Of the GPT with 350M parameters that was measured, and with half of its tokens."""
+    """The sizes are those of the measured GPT with 350M parameters, with all or half the tokens."""
     question = {"batch_size": 4, "num_attention_heads": 16, "device": "cuda"}
     question |= {"max_seqlen_q": length, "max_seqlen_kv": length}
     call = partial(order, **question)
@@ -170,7 +170,7 @@ def test_all_sequences_of_a_packed_call_count_as_one_tensor(tokens, value_size, 
 
 @pytest.mark.parametrize("first", [[], ["cudnn"], ["efficient", "math"]], ids=str)
 def test_cudnn_is_last_where_keys_are_cached_also_if_torch_has_put_it_first(monkeypatch, first):
-    """An order of the user stays."""
+    """An order that the user has set stays."""
     numbers = {"flash": 1, "efficient": 2, "math": 0, "cudnn": 3}
     torchs = [numbers[name] for name in ("flash", "efficient", "math", "cudnn")]
     now = sorted(torchs, key=lambda number: number not in [numbers[name] for name in first])
@@ -222,7 +222,7 @@ def test_flash_attn_4_is_slower_on_padding(all_confirmed, qkv_format):
 
 
 def test_a_forward_without_gradient_in_training_mode_chooses_as_one_with(monkeypatch):
-    """It may be the first of a checkpoint, which the second one repeats with a gradient."""
+    """It may be the first forward of a checkpoint, whose recompute needs gradients."""
     problems = []
 
     def choose(*call):

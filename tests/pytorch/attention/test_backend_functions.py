@@ -1,4 +1,4 @@
-"""Backends are pairs of functions: what a forward saves is all that its backward reads."""
+"""A backend is a pair of functions: the backward reads only what the forward saves."""
 
 import attention_reference as reference
 import pytest
@@ -44,7 +44,7 @@ FLASH = {
     "flash2 by torch": (flash2, fake_flash_attn.module("flash2")),
 }
 TENSORS = {"dtype": torch.bfloat16, "size": 64, "value_size": 64}
-# Backend, case, whether there is a log-sum-exp.
+# Backend, case, whether the backend saves a log-sum-exp.
 CASES = [
     ("sdpa", Case("causal"), True),
     ("sdpa", Case("no_mask", queries=5, keys=9, qkv_format="bshd", groups=2), True),
@@ -84,11 +84,11 @@ def backend_of(name, monkeypatch):
 
 
 class Taken(Exception):
-    """Ends a forward when the call is known."""
+    """Ends a forward when `call_of` has got its arguments."""
 
 
 def call_of(case, monkeypatch):
-    """Inputs without gradients, the call and what is expected of it."""
+    """Returns the problem, and the arguments of `CoreAttention`: query, key, value and call."""
     problem, taken = prepare(case, "cpu"), []
 
     def attend(core, *arguments):
@@ -104,7 +104,7 @@ def call_of(case, monkeypatch):
 
 
 def by_definition(case, problem):
-    """Result and gradients, `[batch, sequence, heads, size]`; the log-sum-exps of the scores."""
+    """Returns the result by definition, its leaves, and the log-sum-exps of the scores."""
     exact = [x.double().requires_grad_() for x in problem.inputs]
     out = reference.attention(*exact, problem.seen, **problem.biases)
     query, key = (x.detach().transpose(1, 2) for x in exact[:2])
@@ -146,14 +146,14 @@ def test_a_backend_is_a_pair(name, case, has_statistics, monkeypatch):
 
 
 def in_format(x, case, lengths):
-    """A gradient in the case's format, zero between sequences, where `to_format` has 7."""
+    """Converts a gradient to the format; zero between sequences, where `to_format` puts 7."""
     between = to_format(torch.zeros(*x.shape[:2], 1, 1), case, lengths) != 0
     return to_format(x, case, lengths).masked_fill(between, 0)
 
 
 def assert_statistics(found, expected, case):
-    """In the layouts that the backends name; queries that see no key are not looked at."""
-    if found.dim() == 2:  # `[heads, tokens]`, or `[tokens, heads]` of cuDNN, which leaves room
+    """Compares log-sum-exps in any backend's layout, except those of queries that see no key."""
+    if found.dim() == 2:  # `[heads, tokens]`; cuDNN: `[tokens, heads]`, padding included
         gap = GAP if found.shape[1] == HEADS and case.room else 0
         found = found.T if found.shape[1] == HEADS else found
         lengths = [n + gap for n in case.lengths[0]]
@@ -184,7 +184,7 @@ def test_a_part_is_kept_without_what_comes_again(name, case, monkeypatch):
         if not problem.biases:
             exact = statistics.transpose(1, 2).unsqueeze(-1)
             exact = to_format(exact, case, case.lengths[0]).squeeze(-1)
-            seen = exact.isfinite() & (exact != 7.0)  # which `to_format` has between sequences
+            seen = exact.isfinite() & (exact != 7.0)  # `to_format` puts 7 between sequences
             bound = 1e-5 if case.dtype is torch.float32 else 2e-2
             torch.testing.assert_close(lse[seen].double(), exact[seen], rtol=bound, atol=bound)
         places = {x.untyped_storage().data_ptr() for x in (*inputs, out)}
@@ -236,7 +236,7 @@ def bytes_of(saved):
 @pytest.mark.parametrize("changed", [0, 1, 2], ids=["query", "key", "value"])
 @pytest.mark.parametrize(("name", "case", "_"), CASES, ids=str)
 def test_inputs_that_changed_before_the_backward(name, case, _, changed, monkeypatch):
-    """Are found out by autograd, or have been copied: no gradient is made of other values."""
+    """Autograd raises an error, unless the forward has copied them: gradients are never wrong."""
     backend = backend_of(name, monkeypatch)
     _, (*inputs, call) = call_of(case, monkeypatch)
     monkeypatch.setattr(core, "choose", lambda *call: backend)
@@ -264,7 +264,7 @@ def test_inputs_that_changed_before_the_backward(name, case, _, changed, monkeyp
 @pytest.mark.parametrize("rounds", [False, True], ids=["", "backward in torch.autocast"])
 @pytest.mark.parametrize("case", [case for name, case, _ in CASES if name == "sdpa"], ids=str)
 def test_without_the_operators_of_torch_its_function_is_differentiated(case, rounds, monkeypatch):
-    """Bit for bit the same, with the same random numbers."""
+    """Results and gradients are the same bit for bit, with the same random numbers."""
     monkeypatch.setattr(core, "choose", lambda *call: sdpa.BACKEND)
     graphs, forward = [], local_graph.forward
 
@@ -309,7 +309,7 @@ def test_every_kernel_is_known_to_this_torch():
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_fp8_attention_is_a_pair(p, monkeypatch):
-    """It returns what autograd makes of it, and leaves the same amaxes."""
+    """Its functions return what autograd computes with them, and record the same amaxes."""
     monkeypatch.setattr(Step, "end_backward", lambda step: None)
     calls, forward = [], stage.run_forward
 

@@ -1,4 +1,4 @@
-"""Memory of KV caches: reordered, written in any mode, free of what ended sequences left."""
+"""Memory of KV caches: changes by callers, inference mode, and values of ended sequences."""
 
 import copy
 
@@ -24,7 +24,7 @@ def make_layer(device, named=False):
 
 
 def make_params(form, device, batch=4):
-    """Steps whose offset is a number, or on the device, or of named sequences."""
+    """Returns parameters with an offset (an int, or a tensor on the device), or named sequences."""
     if form in ("named", "paged"):
         pages = {"is_paged": True, "page_size": 4} if form == "paged" else {}
         sizes = (HEADS, HIDDEN // HEADS, torch.float32)
@@ -64,7 +64,7 @@ def test_fewer_sequences_than_room_are_reordered_in_place(form, device):
 @pytest.mark.parametrize("batch_first", [False, True])
 @torch.no_grad()
 def test_programs_may_replace_the_caches_of_a_layer(device, batch_first, qkv_format):
-    """By some of their sequences, in any order in memory, also where the device has the offset."""
+    """New caches may hold some of the sequences, with any strides; the offset is on the device."""
     params = make_params("int", device)
     layer = te.MultiheadAttention(HIDDEN, HEADS, qkv_format=qkv_format, device=device).eval()
     x = torch.randn(4, 7, HIDDEN, device=device)
@@ -106,7 +106,7 @@ def test_prompts_in_inference_mode_and_steps_without(form, device):
 @pytest.mark.parametrize("form", ["named", "paged"])
 @torch.no_grad()
 def test_nan_of_one_sequence_stays_there(form, device):
-    """Neither those beside it nor those that have its memory later see it."""
+    """Neither other sequences of the batch nor later sequences in the same memory get NaN."""
     layer, params = make_layer(device, named=True), make_params(form, device)
     x = torch.randn(3, 8, HIDDEN, device=device)
     bad = torch.full_like(x[:1], torch.nan)
@@ -157,7 +157,7 @@ def test_angles_of_fewer_positions_than_the_cache_has_are_refused(device):
 
 
 def written(form, device):
-    """A cache with room for three sequences, two of which have six and four tokens."""
+    """Returns a cache for three sequences, which holds one of six and one of four tokens."""
     params = make_params(form, device, 3)
     params.pre_step({"a": 6, "b": 4})
     new = torch.randn(2, 6, HEADS, HIDDEN // HEADS, device=device)
@@ -172,7 +172,7 @@ def test_swap_says_where_keys_of_named_sequences_are():
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_programs_may_reorder_named_sequences(device, fixed):
-    """As beam search does: dimension 0 of keys and values is that of the batch."""
+    """Beam search does so. Dimension 0 of keys and values is the batch."""
     params = written("named", device)
     cache = params.cache_manager.cache
     keys, values = cache[1]
@@ -181,7 +181,7 @@ def test_programs_may_reorder_named_sequences(device, fixed):
     copied = copy.deepcopy(params).cache_manager
     for layer, pair in cache.items():
         cache[layer] = tuple(one.index_select(0, order) for one in pair)
-    assert torch.equal(keys, before[order])  # in the memory that CUDA graphs know
+    assert torch.equal(keys, before[order])  # in the memory that CUDA graphs read
     params.pre_step({"a": 1, "b": 1})
     new = torch.full((3 if fixed else 2, 1, *keys.shape[2:]), 7.0, device=device)
     found = params.step(1, new, new, "bshd")
@@ -208,7 +208,7 @@ def test_caches_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("form", ["named", "paged"])
 def test_programs_may_rebind_the_cache(form, device):
-    """As they rebind a dict: what they assign is copied into the memory, too."""
+    """Tensors in an assigned dict are copied into the memory of the cache."""
     manager = written(form, device).cache_manager
     seen = manager.cache[1]
     for step in (1, 2):
@@ -224,7 +224,7 @@ def test_programs_may_rebind_the_cache(form, device):
 
 
 class Allocates(NonPagedKVCacheManager):
-    """As a program writes that allocates by itself."""
+    """A user's manager, which allocates the memory."""
 
     def allocate_memory(self, layer_number, device=None):
         if layer_number not in self.cache:
@@ -234,7 +234,7 @@ class Allocates(NonPagedKVCacheManager):
 
 
 class WithoutSizes(KVCacheManager):
-    """As one that was written for another method."""
+    """A user's manager without `sizes_of_layer`."""
 
     def rows_of_layer(self):
         return self.max_batch_size * self.max_seqlen

@@ -1,4 +1,4 @@
-"""Lengths of named sequences on the device: padded batches, and what a CUDA graph may hold."""
+"""Lengths of named sequences on the device: padded batches, and captures of CUDA graphs."""
 
 from collections import OrderedDict
 
@@ -9,7 +9,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.cache import inference, kv_cache, memory
 
 HIDDEN, HEADS, GROUPS, LONGEST, SLOTS = 256, 4, 2, 24, 3
-# Sequences join, wait, end and move up; the newest ones of a step come last.
+# Sequences join, get no token in some steps, and end; then later ones move to the free slots. New
+# sequences come last.
 STEPS = [{"a": 4, "b": 6}, {"a": 1, "b": 0}, {"b": 2, "c": 6}, {"b": 5, "c": 0, "d": 1}, {"d": 1}]
 
 
@@ -46,7 +47,7 @@ def make_cache(qkv_format, dtype, paged):
 
 
 def padded(rows, room, qkv_format):
-    """The new tokens of each sequence, with garbage where there are none."""
+    """Returns the new tokens of all sequences in the format, padded with garbage."""
     if qkv_format == "thd":
         packed = torch.cat(rows)
         return torch.cat([packed, packed.new_full((SLOTS * room - len(packed), HIDDEN), 7.0)])
@@ -64,7 +65,7 @@ def real_rows(out, counts, qkv_format):
 
 
 def generate(layers, cache, inputs, room, qkv_format, steps=STEPS):
-    """The outputs of each sequence over all steps."""
+    """Returns the outputs of each sequence over all steps."""
     angles = angles_on(inputs["a"].device)
     results, done, order = {name: [] for name in inputs}, dict.fromkeys(inputs, 0), []
     for step in steps:
@@ -90,7 +91,7 @@ def all_inputs(device, dtype, steps=STEPS):
 
 
 def assert_as_whole_calls(found, inputs, **close):
-    """One call over all tokens of a sequence gives the same."""
+    """Compares each sequence with one call over all its tokens."""
     like = inputs["a"]
     layers, angles = make_layers(like.device, "bshd", like.dtype), angles_on(like.device)
     for name, tokens in inputs.items():
@@ -108,7 +109,7 @@ def angles_on(device):
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
 @torch.no_grad()
 def test_padded_batches(device, qkv_format, paged, monkeypatch):
-    """What a graph computes: all slots, room for the longest step, garbage in the padding."""
+    """As in a graph, batches have all slots and room for the longest step; padding is garbage."""
     monkeypatch.setattr(kv_cache, "_in_graph", lambda: True)
     inputs = all_inputs(device, torch.float32)
     layers = make_layers(device, qkv_format, torch.float32)
@@ -140,7 +141,7 @@ def test_absent_sequences_are_padding():
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @torch.no_grad()
 def test_layers_on_several_devices(others, paged):
-    """Each device has the lengths of a step with absent sequences; meta stands for a GPU."""
+    """Lengths of a step with absent sequences are on each device; meta stands for a GPU."""
     first, second = make_layers("cpu", "bshd", torch.float32)
     second.to(others)
     cache = make_cache("bshd", torch.float32, paged)
@@ -159,7 +160,7 @@ def test_layers_on_several_devices(others, paged):
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
 @torch.no_grad()
 def test_a_sequence_that_waits(device, qkv_format, paged):
-    """In a step without padding: continuous batching, or a prompt beside steps of others."""
+    """It gets no token in a step in which others do, for instance in continuous batching."""
     steps = [{"a": 4, "b": 2, "c": 3}, {"a": 0, "b": 1, "c": 0}, {"a": 2, "b": 0, "c": 1}]
     inputs = all_inputs(device, torch.float32, steps)
     layers = make_layers(device, qkv_format, torch.float32)
@@ -181,7 +182,7 @@ def test_a_sequence_that_waits(device, qkv_format, paged):
 
 @torch.no_grad()
 def test_what_no_graph_can_hold(monkeypatch):
-    """Lengths that replays would not see, and memory that they would empty."""
+    """Lengths on the host, which replays ignore, and new caches, which replays would clear."""
     layers, x = make_layers("cpu", "bshd", torch.float32, 1), torch.randn(SLOTS, 1, HIDDEN)
     numbers, tensor = te.InferenceParams(SLOTS, LONGEST), te.InferenceParams(SLOTS, LONGEST)
     tensor.sequence_len_offset = torch.tensor(0)
@@ -218,7 +219,7 @@ def test_what_no_graph_can_hold(monkeypatch):
 @pytest.mark.parametrize("room", [6, 1])
 @torch.no_grad()
 def test_graphed_layers(qkv_format, paged, dtype, room):
-    """`make_graphed_callables` around each layer, `pre_step` outside, as NVIDIA's tests do it."""
+    """As in NVIDIA's tests: each layer is a graphed callable, `pre_step` runs outside of graphs."""
     single = [{"a": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"b": 1, "c": 1}, {"c": 1}]
     steps = STEPS if room > 1 else single
     inputs = all_inputs("cuda", dtype, steps)

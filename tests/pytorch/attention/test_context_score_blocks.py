@@ -1,4 +1,4 @@
-"""Parts of context parallel attention: each pair of a query and a key that it sees is in one."""
+"""Blocks of context parallel attention: each pair of a query and a key it sees is in one block."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ def places(chunks: Chunks) -> list[int]:
 
 
 def pairs(found) -> list[tuple[int, int]]:
-    """Pairs in memory, by the definition of a band that ends bottom-right."""
+    """Returns the pairs in all blocks, as places in memory; bands end at the bottom right."""
     seen = []
     for (begin, end), (first, last), left, right in found:
         queries, keys = end - begin, last - first

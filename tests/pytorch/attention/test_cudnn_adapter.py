@@ -1,4 +1,4 @@
-"""How calls reach cuDNN: with stand-ins for its kernels, on the CPU."""
+"""The adapter to cuDNN on the CPU, with stand-ins for cuDNN's kernels."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ HOPPER = {"device": "cuda", "capability": (9, 0)}
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """The backend as on a machine with a Hopper GPU; the tensors stay on the CPU."""
+    """Chooses the cuDNN backend as on a machine with a Hopper GPU; tensors stay on the CPU."""
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(cudnn, name, getattr(fake_cudnn, name))
     monkeypatch.setattr(cudnn, "_refusal", lambda problem: "")
@@ -79,7 +79,7 @@ def test_tensors_are_taken_as_they_lie():
         (torch.randn(5, 2, 4, 17)[..., 1:], False),
         (torch.randn(5, 2, 16, 4).transpose(2, 3), False),
         (torch.randn(5, 2, 1, 16).expand(5, 2, 4, 16), False),
-        # Of a packed projection, but not the whole of it.
+        # A part of a packed projection, without the other parts.
         (torch.randn(10, 12, 16)[:, :4], True),
         (torch.randn(5, 2, 12, 16)[:, :, :4], True),
     ],
@@ -99,7 +99,7 @@ def test_memory_that_does_not_begin_at_16_bytes_is_copied():
 
 @torch.no_grad()
 def test_every_step_of_a_fixed_cache_is_one_problem(stand_in, monkeypatch):
-    """The cache is read where it lies, whole, with settings that no length is part of."""
+    """Each step reads the whole cache in place, and its settings contain no length."""
     read = []
 
     def forward(query, key, value, settings, *others):
@@ -126,7 +126,7 @@ def test_every_step_of_a_fixed_cache_is_one_problem(stand_in, monkeypatch):
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_gradients_of_thd_lie_as_what_is_read(monkeypatch, shift):
-    """Parts of a projection do; where its memory does not begin at 16 bytes, copies are read."""
+    """Gradients have the strides of the inputs, or of their copies if inputs are not aligned."""
     seen = []
     monkeypatch.setattr(kernels._C, "attention_backward", lambda *call_args: seen.append(call_args))
     memory = torch.empty(7 * 3 * 2 * 8 + 1, dtype=torch.bfloat16)
@@ -165,7 +165,7 @@ def test_shapes_without_a_kernel(format):
 
 @pytest.mark.parametrize("by_head", [False, True])
 def test_one_gradient_and_what_is_written_into_it(monkeypatch, by_head):
-    """In the graphs of compilers, where no operator returns parts of one tensor."""
+    """A compiled operator cannot return parts of one tensor, so it returns the whole tensor."""
     seen = []
     monkeypatch.setattr(kernels._C, "attention_backward", lambda *call_args: seen.append(call_args))
     heads = torch.empty(5, 2, 4, 3, 16) if by_head else torch.empty(5, 2, 3, 4, 16)
@@ -193,7 +193,7 @@ def test_one_gradient_and_what_is_written_into_it(monkeypatch, by_head):
 def test_compiled_gradients_of_a_projection_are_not_copied(
     monkeypatch, groups, interleaved, dynamic
 ):
-    """As in eager mode; the whole of the joint graph is looked at, not its results alone."""
+    """As in eager mode. No node of the forward graph or of the backward graph copies."""
     fake_cudnn.serve(monkeypatch)
     layer = te.MultiheadAttention(
         64,

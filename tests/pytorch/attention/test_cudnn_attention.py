@@ -34,11 +34,11 @@ def _cudnn_alone(monkeypatch):
 
 
 def make(case, device="cuda"):
-    """Inputs, the call, and what maps tensors to `[batch, sequence, ...]`."""
+    """Returns query, key and value, bias, sink, the call, and the `Batches` of the case."""
     sides = [[pair[i] for pair in case.lengths] for i in (0, 1)]
     longest = (case.queries, case.keys)
     starts = [[0, *accumulate(n + case.room for n in side)] for side in sides]
-    tokens = [(s[-1] + 3,) for s in starts]  # and some that belong to no sequence
+    tokens = [(s[-1] + 3,) for s in starts]  # three tokens belong to no sequence
     lead = {
         "sbhd": lambda i: (longest[i], case.batch),
         "bshd": lambda i: (case.batch, longest[i]),
@@ -97,14 +97,14 @@ def on_gpu(numbers):
 
 @dataclass
 class Batches:
-    """Between a format and `[batch, sequence, ...]` in float64, zero in the padding of thd."""
+    """Converts a format to `[batch, sequence, ...]` in float64 and back; padding of thd is zero."""
 
     case: Case
     starts: list
     longest: tuple
 
     def of(self, x, side):
-        """Batch first."""
+        """Returns `[batch, sequence, ...]`."""
         if self.case.qkv_format != "thd":
             return (x.transpose(0, 1) if self.case.qkv_format == "sbhd" else x).double()
         out = x.new_zeros(self.case.batch, self.longest[side], *x.shape[1:], dtype=torch.float64)
@@ -113,7 +113,7 @@ class Batches:
         return out
 
     def back(self, x, side, like):
-        """In the format."""
+        """Converts `[batch, sequence, ...]` to the format."""
         if self.case.qkv_format != "thd":
             return x.transpose(0, 1) if self.case.qkv_format == "sbhd" else x
         out = torch.zeros_like(like, dtype=torch.float64)
@@ -123,7 +123,7 @@ class Batches:
 
 
 def expected(case, tensors, bias, sink, batches, grad):
-    """Result and gradients by the definition, in the format."""
+    """Returns result and gradients by the definition, in the format."""
     whole = [(case.queries, case.keys)] * case.batch
     seen = reference.seen_keys(
         case.mask_type, case.window, case.queries, case.keys, case.lengths or whole
@@ -146,9 +146,8 @@ def expected(case, tensors, bias, sink, batches, grad):
 def with_sink(inputs, seen, bias, sink, case):
     if sink is None:
         return reference.attention(*inputs, seen, post_bias=bias)
-    query, key, value = (
-        inputs  # the sink is one more key of a score given by the bias, without value
-    )
+    # The sink is one more key: its score is given by the bias, its value is zero.
+    query, key, value = inputs
     added = sink.view(1, -1, 1, 1).expand(case.batch, -1, case.queries, 1)
     if bias is None:
         bias = added.new_zeros(case.batch, case.heads, case.queries, case.keys)
@@ -226,7 +225,7 @@ def test_sequences_of_similar_lengths_share_a_graph():
 
 
 def dropped(seed, p=0.25):
-    """Weights after dropout where all were equal: `[queries, first keys]`."""
+    """Returns 256 times the weights of 64 keys after dropout; before dropout all are 1/256."""
     torch.manual_seed(seed)
     query = torch.zeros(1, 256, 1, 64, device="cuda", dtype=torch.bfloat16)
     value = torch.eye(256, 64, device="cuda", dtype=torch.bfloat16)[None, :, None]
@@ -252,7 +251,7 @@ def test_dropout_drops_the_same_weights_in_the_backward():
     )
     zeros = torch.zeros(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
     value = torch.eye(64, device="cuda", dtype=torch.bfloat16)[None, :, None].requires_grad_()
-    out = module(zeros, zeros, value)  # row i: the weights of query i
+    out = module(zeros, zeros, value)  # row i holds the weights of query i
     grad = torch.randn_like(out)
     (value_grad,) = torch.autograd.grad(out, value, grad)
     wanted = out[0].detach().double().T @ grad[0].double()
@@ -311,7 +310,7 @@ def test_a_graph_that_would_be_built_inside_a_capture_is_an_error():
 
 
 def test_the_table_tells_what_cudnn_refuses(monkeypatch):
-    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "1")  # puts it first
+    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "1")  # puts cuDNN first
     call_kwargs = {
         "dtype": torch.bfloat16,
         "device": "cuda",

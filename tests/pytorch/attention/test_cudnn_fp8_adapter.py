@@ -1,4 +1,4 @@
-"""How FP8 calls reach cuDNN: with stand-ins for its kernels, on the CPU, against the definition."""
+"""The FP8 adapter to cuDNN on the CPU, with stand-ins for cuDNN, against the unfused backend."""
 
 import copy
 
@@ -55,7 +55,7 @@ def test_against_definition(case, backward, monkeypatch):
     ids=str,
 )
 def test_the_faster_backward(case, in_fp8, monkeypatch):
-    """Of gradients cast to FP8 there are amaxes."""
+    """The backward records amaxes only if it casts gradients to FP8."""
     monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
     module = core_of(case)
     steps_of(module, case, "cpu", 1)
@@ -65,7 +65,7 @@ def test_the_faster_backward(case, in_fp8, monkeypatch):
 @pytest.mark.parametrize("case", [case for case in CASES if case.packed], ids=str)
 @pytest.mark.parametrize("backward", ["0", "1"])
 def test_parts_of_one_tensor_are_cast_together(case, backward, monkeypatch):
-    """Their codes, and the values that the backward takes, are parts of one tensor, too."""
+    """Their codes are parts of one tensor, and so are the tensors that the backward reads."""
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
     monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
     forward, backwards = (

@@ -1,4 +1,4 @@
-"""FP8 attention through cuDNN: kernels against float64, the backend against the unfused one."""
+"""FP8 attention through cuDNN: kernels against stand-ins, the backend against the unfused one."""
 
 import copy
 
@@ -50,7 +50,7 @@ def assert_values(codes, expected, format, bound, name):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case):
-    """Every scale and amax where it belongs; the stand-ins round where cuDNN does, in float64."""
+    """Compares results, scales and amaxes with stand-ins, which round where cuDNN does."""
     of_grads = E5M2 if case.format is Format.HYBRID else E4M3
     window = (case.window[0] if case.window else -1, 0 if case.mask_type == "causal" else -1)
     settings = settings_of(SBHD if case.qkv_format == "sbhd" else BSHD, window)
@@ -91,7 +91,7 @@ def test_kernels(case):
 
 @pytest.mark.parametrize("last", [-3.6, 0.5, 3.6, 14.0])
 def test_nothing_saturates_where_scores_grow(last):
-    """Scores go from `-last` to `last` along the keys, so that the largest one so far grows."""
+    """Scores go from `-last` to `last` along the keys, so the running maximum grows."""
     scales, scale, n = (70.0, None, 800.0), 128**-0.5, 1024
     query, key, value = (0.5 * torch.randn(1, n, 2, 128) for _ in range(3))
     query[..., :4], key[..., :4] = (
@@ -269,7 +269,7 @@ def test_a_graph_that_would_be_built_inside_a_capture_is_an_error():
 @pytest.mark.parametrize("size", [16, 64, 128])
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
 def test_preferred(size, mask_type):
-    """With the backward that it has for it."""
+    """The backend is chosen, and a training step with it runs."""
     question = {"fp8": True, "kv_channels": size, "attn_mask_type": mask_type, "device": "cuda"}
     assert te.attention_backends(**question).chosen == "cudnn_fp8"
     steps_of(core_of(Case(mask_type, size=size)), Case(mask_type, size=size), "cuda", 1)

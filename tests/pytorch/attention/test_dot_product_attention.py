@@ -1,4 +1,4 @@
-"""DotProductAttention: overrides, formats, scale, slopes; the matrix has the rest."""
+"""DotProductAttention: overrides, formats, scale, slopes (see also `test_attention_matrix.py`)."""
 
 import attention_reference as reference
 import pytest
@@ -56,14 +56,14 @@ def test_formats_agree(device, backend):
     sbhd = module(*(x.transpose(0, 1) for x in (q, k, v)), qkv_format="sbhd", **arguments)
     packed = [torch.cat((x[0, :3], x[1])) for x in (q, k, v)]
     thd = module(*packed, qkv_format="thd", max_seqlen_q=5, max_seqlen_kv=5, **arguments)
-    # Bitwise on the CPU; on a GPU the strides may choose the GEMM.
+    # Equal bit for bit on the CPU; on a GPU other strides may mean another GEMM kernel.
     bound = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(sbhd.transpose(0, 1), bshd, **bound)
     torch.testing.assert_close(thd, torch.cat((bshd[0, :3], bshd[1])), **bound)
 
 
 def test_room_between_sequences(device, backend):
-    """thd with gaps: the same tokens attend, and the gaps come out zero and pass no gradient."""
+    """Gaps in thd change no result of a token; their own results and gradients are zero."""
     q, k, v = make_qkv(device, shape=(8, 4, 8), grad=False)
     ends = cu_seqlens([3, 5], device)
     module = make_module(attn_mask_type="padding_causal", qkv_format="thd")
@@ -121,7 +121,7 @@ def test_default_slopes(device, heads):
 
 
 def test_default_slopes_are_fp32(device, default_dtype):
-    """Of 12 heads some are no powers of two."""
+    """Some slopes of 12 heads are not powers of two."""
     slopes = default_slopes(12, torch.device(device))
     assert slopes.dtype is torch.float32
     torch.testing.assert_close(slopes.flatten().double().cpu(), reference.slopes_of(12))
@@ -161,7 +161,7 @@ def test_sdpa_runs_cudnn_on_hopper(monkeypatch, groups):
     ]
     module = make_module(kv_channels=128, num_gqa_groups=groups)
     module(*inputs)
-    order = torch._C._get_sdp_priority_order()  # torch's own first call may set it
+    order = torch._C._get_sdp_priority_order()  # torch may have set it in the first call
     with torch.profiler.profile() as profile:
         module(*inputs)
     names = {event.name for event in profile.events()}
@@ -176,7 +176,7 @@ def test_sdpa_runs_cudnn_on_hopper(monkeypatch, groups):
 def test_sdpa_of_large_tensors_runs_a_kernel_that_is_right(
     device, monkeypatch, qkv_format, mask_type, groups
 ):
-    """No other kernel of torch 2.11 has right gradients above 2^31 elements."""
+    """Of torch 2.11's fast kernels only the memory-efficient one is right from 2^31 elements."""
     monkeypatch.setattr(core, "choose", lambda *call: sdpa.BACKEND)
     module = make_module(
         kv_channels=64, num_gqa_groups=groups, qkv_format=qkv_format, attn_mask_type=mask_type

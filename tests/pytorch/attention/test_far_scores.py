@@ -1,4 +1,4 @@
-"""Gradients where cuDNN has had wrong ones: scores far below zero, single queries and keys."""
+"""Gradients that cuDNN has computed wrong: scores far below zero, single queries and keys."""
 
 import math
 
@@ -25,7 +25,7 @@ KINDS = [
 
 
 def inputs(queries, keys, scores, device):
-    """Query, key and value; all scores are near `scores`, if it is not 0."""
+    """Returns query, key and value; unless `scores` is 0, all scores are near it."""
     torch.manual_seed(0)
     made = [torch.randn(BATCH, n, HEADS, SIZE, device=device) for n in (queries, keys, keys)]
     for x, first in zip(made, (1.0, scores * math.sqrt(SIZE)), strict=False):
@@ -39,7 +39,7 @@ def ends(lengths, device):
 
 
 def arguments(kind, queries, keys, device):
-    """Of the module and of its call."""
+    """Returns the arguments of the module and those of its call."""
     if kind == "window":
         return {"attn_mask_type": "no_mask"}, {"window_size": (100, 100)}
     if kind == "bias":
@@ -99,7 +99,7 @@ def test_gradients(queries, keys, kind, scores, fused, device, monkeypatch):
     out = (weights.softmax(-1).nan_to_num() @ value).transpose(1, 2).flatten(2)
     expected = torch.autograd.grad(out, exact, upstream.double())
     assert all([torch.isfinite(one).all() for one in found])
-    # Far scores cancel in the gradients of queries and keys: those of values remain.
+    # Large terms cancel in the gradients of queries and keys, so only those of values are compared.
     pairs = list(zip(found, expected, strict=True))[2 if scores else 0 :]
     for one, other in pairs:
         torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.03)
@@ -107,7 +107,7 @@ def test_gradients(queries, keys, kind, scores, fused, device, monkeypatch):
 
 @pytest.mark.parametrize("size", [64, 96, 192])
 def test_gradients_of_sinks_of_packed_sequences(size, device):
-    """CuDNN before 9.26 has others where heads of values are not of 64, 128 or 256."""
+    """CuDNN before 9.26 computes wrong ones unless heads of values have 64, 128 or 256 elements."""
     torch.manual_seed(0)
     lengths = [40, 7, 100]
     inputs = [torch.randn(sum(lengths), HEADS, size, device=device).bfloat16() for _ in range(3)]
@@ -134,7 +134,7 @@ def test_gradients_of_sinks_of_packed_sequences(size, device):
 
 
 def test_cudnn_leaves_single_queries_to_others():
-    """Unless there is no backward, and of packed sequences, for which graphs have 64 or more."""
+    """It runs them without a backward, and in thd, whose graphs have room for 64 queries."""
     reason = "has wrong gradients of a single query"
     (requirement,) = [one for one in cudnn.BACKEND.requirements if one.reason == reason]
     problem, allowed = Problem(device="cuda", queries=1, keys=64), AttentionVariables()
@@ -145,7 +145,7 @@ def test_cudnn_leaves_single_queries_to_others():
 
 @pytest.mark.parametrize("keys", [64, 192])
 def test_gradients_of_torch_func(keys, device):
-    """`torch.func` differentiates torch's own kernels, whose backward is chosen by the forward."""
+    """`torch.func` differentiates torch's own kernels: the forward decides which backward runs."""
     module = te.DotProductAttention(HEADS, SIZE, attn_mask_type="arbitrary", qkv_format="bshd")
     tensors = inputs(128, keys, -100.0, device)
     _, how = arguments("arbitrary", 128, keys, device)

@@ -1,4 +1,4 @@
-"""Steps whose place the device alone knows give what others give; CUDA graphs can hold them."""
+"""Steps whose offset is on the device give the results of one call; CUDA graphs capture them."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_steps_equal_one_call(device, qkv_format, rope, window):
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 @torch.no_grad()
 def test_sequences_of_unequal_length(device, qkv_format):
-    """Prompts of 5 and 2 tokens, padded; the next token of each takes the place of its padding."""
+    """Prompts of 5 and 2 tokens are padded; later tokens overwrite the padding."""
     layers, angles = make_layers(device, 2, qkv_format), angles_on(device)
     first = (lambda x: x) if qkv_format == "bshd" else (lambda x: x.transpose(0, 1).contiguous())
     sequences = [torch.randn(1, count, HIDDEN, device=device) for count in (8, 5)]
@@ -80,7 +80,7 @@ def test_sequences_of_unequal_length(device, qkv_format):
     for prompt, sequence, length in zip(prompts, sequences, lengths, strict=True):
         prompt[:length] = sequence[0, :length]
     params = te.InferenceParams(2, LONGEST)
-    run(layers, first(prompts), angles, params)  # causal: no token sees the padding behind it
+    run(layers, first(prompts), angles, params)  # causal, so no token sees the padding after it
     params.sequence_len_offset = torch.tensor(lengths, dtype=torch.int32, device=device)
     results = []
     for step in range(3):
@@ -114,7 +114,7 @@ def test_offsets_are_reordered_with_the_caches(device, first):
 
 @torch.no_grad()
 def test_one_query_needs_no_band():
-    """No mask, and a window that hides nothing: the last token sees all that is written."""
+    """Without a mask, a single query sees all tokens that have been written."""
     layers, x = make_layers("cpu", 2, mask="no_mask"), torch.randn(2, 6, HIDDEN)
     results = []
     for offset in (0, offset_on("cpu")):
@@ -170,13 +170,13 @@ def test_reset_keeps_the_offset_where_it_is():
 
 @torch.no_grad()
 def test_a_layer_asks_once_a_step():
-    """The offset is looked at again where it changed unseen, at the next step of the model."""
+    """In the next step it reads the offset again, even if the tensor's version is the same."""
     layers, x = make_layers("cpu", 2), torch.randn(1, 4, HIDDEN)
     params = te.InferenceParams(1, LONGEST)
     memory = torch.zeros(1, dtype=torch.int64)
     params.sequence_len_offset = memory
     for step in range(4):
-        memory.data.fill_(step)  # changes no version of the tensor
+        memory.data.fill_(step)  # does not change the version of the tensor
         last = run(layers, x[:, step : step + 1], None, params)
     torch.testing.assert_close(last, run(layers, x)[:, 3:], rtol=1e-4, atol=1e-5)
 
@@ -220,7 +220,7 @@ def test_cudnn_serves_every_step_with_one_graph():
 @pytest.mark.parametrize("each", [False, True], ids=["one offset", "offsets"])
 @torch.no_grad()
 def test_replays_of_a_step(dtype, each):
-    """Captured twice at one offset, which stays: neither graph reads what the other has made."""
+    """A step is captured twice at the same offset; neither graph reads tensors of the other."""
     layers, angles = make_layers("cuda", 3, params_dtype=dtype), angles_on("cuda")
     x = torch.randn(2, 12, HIDDEN, device="cuda", dtype=dtype)
     token = x[:, :1].clone()
@@ -254,7 +254,7 @@ def test_replays_of_a_step(dtype, each):
 
 @pytest.mark.parametrize("same_step", [True, False])
 def test_training_after_inference_mode(device, same_step):
-    """Tables of a step outlive it, and other layers read the step itself."""
+    """Training reads what inference mode has made: tables of an earlier step, or the same step."""
     layers = [
         te.MultiheadAttention(
             *(HIDDEN, HEADS),
@@ -265,7 +265,7 @@ def test_training_after_inference_mode(device, same_step):
         )
         for i in range(2)
     ]
-    x = torch.randn(7, 3, HIDDEN, device=device)  # of no other test: tables are made here
+    x = torch.randn(7, 3, HIDDEN, device=device)  # a new shape, so tables are made here
     params = te.InferenceParams(3, LONGEST + same_step)
     params.sequence_len_offset = offset_on(device)
     with torch.inference_mode():

@@ -1,6 +1,7 @@
 """flash-attn 4 on parts of one projection: its backward writes into the projection's gradient.
 
-On CPUs a stand-in is the package, on GPUs the package itself, where it is installed.
+On the CPU a stand-in takes the place of the package. On a GPU the package itself runs, if it is
+installed.
 """
 
 from functools import wraps
@@ -52,7 +53,7 @@ def without_statistics(package):
 
 @pytest.fixture
 def package(monkeypatch):
-    """The stand-in as the package, which is chosen; `calls` are those of its backward."""
+    """Chooses flash-attn 4, as a stand-in whose `calls` records the calls of its backward."""
     package = fake_flash_attn.module("flash4")
     package.calls = []
     backward = package.interface._flash_attn_bwd
@@ -69,7 +70,7 @@ def package(monkeypatch):
 
 
 def project(layout, qkv_format, sequence=7, device="cpu"):
-    """A projection of a batch of two."""
+    """Returns the output of a projection of a batch of two."""
     lead = (sequence, 2) if qkv_format == "sbhd" else (2, sequence)
     features = (layout.heads + 2 * layout.groups) * layout.size
     return torch.randn(*lead, features, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -82,7 +83,7 @@ def attention(layout, qkv_format, **said):
 
 
 def by_definition(x, upstream, layout, qkv_format, said):
-    """Result and gradient of the projection, on the CPU."""
+    """Returns the result and the gradient of the projection, computed on the CPU."""
     exact = x.detach().cpu().double().requires_grad_()
     batched, upstream = (
         y.transpose(0, 1) if qkv_format == "sbhd" else y for y in (exact, upstream.cpu().double())
@@ -97,7 +98,7 @@ def by_definition(x, upstream, layout, qkv_format, said):
 
 
 def check(x, layout, qkv_format, **said):
-    """Against the definition; the gradient of the projection."""
+    """Compares with the definition; returns the gradient of the projection."""
     out = attention(layout, qkv_format, **said)(*split_qkv(x, layout))
     upstream = torch.randn_like(out)
     (gradient,) = torch.autograd.grad(out, x, upstream)
@@ -141,7 +142,7 @@ def test_tensors_of_their_own_get_gradients_of_their_own(package, qkv_format):
 
 
 def test_sinks_and_inference_take_the_public_way(package):
-    """Without statistics, too."""
+    """They call the public function, and do not ask it for the log-sum-exp."""
     attend = package.flash_attn_func
 
     @wraps(attend)
@@ -168,7 +169,7 @@ def test_determinism_reaches_the_backward(package, monkeypatch):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """The package itself is chosen."""
+    """Chooses the package itself; skips the test if it cannot run."""
     reason = attention_backends(device="cuda")["flash4"]
     if reason is not None:
         pytest.skip(f"flash4 {reason}")
@@ -198,7 +199,7 @@ def test_flash_attn_4_writes_one_gradient(on_gpu, layout, size, qkv_format):
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 @pytest.mark.parametrize("size", [64, 128])
 def test_flash_attn_4_repeats_gradients(on_gpu, monkeypatch, layout, size):
-    """What `policy.py` waits for before it prefers flash4 where gradients must repeat."""
+    """Gradients repeat bit for bit if NVTE_ALLOW_NONDETERMINISTIC_ALGO=0."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     layout = layout._replace(size=size)
     x = project(layout, "bshd", 1000, "cuda")

@@ -1,4 +1,4 @@
-"""How calls reach flash-attn 2, 3 and 4: with stand-ins that have the documented signatures."""
+"""The adapters to flash-attn 2, 3 and 4, with stand-ins that have the documented signatures."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ VERSIONS = {
     "flash3": (flash3, "3.0.0b1"),
     "flash4": (flash4, "4.0.0b36"),
 }
-SIZE = 64  # of heads, which all versions take
+SIZE = 64  # of a head; all versions support it
 PLAIN = {
     **FACTORS,
     "mask_type": [name for name in MASK_TYPES if name != "arbitrary"],
@@ -53,14 +53,14 @@ def small_qkv(device="cpu"):
 
 @pytest.fixture(params=VERSIONS)
 def version(request, monkeypatch):
-    """A version as if installed on a machine with a Hopper GPU; the tensors stay on the CPU."""
+    """Chooses a version as if installed on a machine with a Hopper GPU; tensors stay on the CPU."""
     install(request.param, fake_flash_attn.module(request.param), monkeypatch)
     return request.param
 
 
 @pytest.fixture(params=["flash2", "flash3"])
 def package(request, monkeypatch):
-    """The same of a package whose functions that are not public are known; `calls` counts them."""
+    """The same with a stand-in that also has the private backward; `calls` records its calls."""
     package = fake_flash_backward.module(request.param)
     install(request.param, package, monkeypatch)
     return package
@@ -97,7 +97,7 @@ def test_private_backwards_against_definition(package, case):
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_a_package_that_cannot_be_imported_is_refused(name, monkeypatch):
-    """As flash-attn 4 is without cutlass; the first call says so, once."""
+    """For instance flash-attn 4 without cutlass. Only the first call warns."""
     module, number = VERSIONS[name]
     monkeypatch.setattr(module.SOURCE, "version", TorchVersion(number))
     monkeypatch.setattr(module.SOURCE, "module", "not_there.cute")
@@ -119,7 +119,7 @@ def test_heads_that_the_package_pads_are_differentiated_by_torch(package):
 
 
 def test_parameters_of_torchs_custom_operators_are_known():
-    """As flash-attn 2 and 3 declare theirs."""
+    """The operator is declared like those of flash-attn 2 and 3."""
 
     @torch.library.custom_op("tests::flash_backward", mutates_args=("dq",))
     def backward(q: torch.Tensor, dq: torch.Tensor, causal: bool = False) -> None:
@@ -155,7 +155,7 @@ def test_dropout_and_determinism_reach_the_kernel(version, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Argument .* cannot be converted to a JitArgument")
 @pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
 def test_sinks_reach_version_4(monkeypatch, device, kind):
-    """On a GPU the package itself; `policy.py` waits for that before it prefers it here."""
+    """On the CPU with the stand-in, on a GPU with the package itself."""
     if device == "cpu":
         monkeypatch.setattr(flash4.KERNELS, "_module", fake_flash_attn.module("flash4"))
     elif reason := attention_backends(device=device)["flash4"]:
@@ -178,7 +178,7 @@ def test_sinks_reach_version_4(monkeypatch, device, kind):
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
 @pytest.mark.parametrize("real", ["last", "scattered"])
 def test_padding_may_be_anywhere_in_a_mask(version, monkeypatch, mask_type, real):
-    """As where prompts are padded in front; the unfused path goes by the mask itself."""
+    """For instance before a prompt. Results must equal those of the unfused backend."""
     hidden = {"last": [1, 1, 0, 0, 0], "scattered": [0, 1, 0, 1, 0]}[real]
     hidden = torch.tensor([hidden, [0, 0, 0, 0, 1]], dtype=torch.bool).view(2, 1, 1, 5)
     module, inputs = small_module(attn_mask_type=mask_type), small_qkv()
@@ -192,7 +192,7 @@ def test_padding_may_be_anywhere_in_a_mask(version, monkeypatch, mask_type, real
 
 
 def test_packed_calls_without_sequences(version):
-    """Nothing to do is no reason to fail; such calls go to a backend that takes them."""
+    """flash-attn refuses them, so that another backend runs."""
     module = make_module(qkv_format="thd", attn_mask_type="padding_causal")
     nothing = torch.zeros(1, dtype=torch.int32)
     inputs = make_qkv(dtype=torch.bfloat16, shape=(0, 4, 8))

@@ -1,4 +1,4 @@
-"""FP8 attention of the unfused backend against its definition; its scaling state."""
+"""FP8 attention of the unfused backend against its definition, and its scaling state."""
 
 import copy
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.backends import choice, unfused
 from transformer_engine.pytorch.attention.backends.backend import Problem
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
 
-# On a GPU the backend says, once a process, that it is not the fast one.
+# On a GPU the backend warns, once in a process, that it is not the fast one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 
 RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
@@ -63,7 +63,7 @@ CASES = [
 
 
 def train_a_little(core, x, steps=3, recipe=RECIPE, **arguments):
-    """Steps that give every scale something to go by."""
+    """Runs steps, so that every scale is computed from an amax."""
     for _ in range(steps):
         with te.fp8_autocast(fp8_recipe=recipe):
             out = core(*x, **arguments)
@@ -71,7 +71,7 @@ def train_a_little(core, x, steps=3, recipe=RECIPE, **arguments):
 
 
 def inputs_of(case, device):
-    """query, key, value, and the arguments of the mask, with what it lets through."""
+    """Returns query, key and value, the arguments of the call, and which keys each query sees."""
     batch = len(case.lengths)
     sizes = [(LENGTH, HEADS), (case.keys, case.groups), (case.keys, case.groups)]
     x = [torch.randn(batch, n, heads, case.size, device=device) for n, heads in sizes]
@@ -96,7 +96,7 @@ def inputs_of(case, device):
 
 
 def in_format(x, case, side):
-    """`[batch, sequence, ...]` as the case wants it."""
+    """Converts `[batch, sequence, ...]` to the format of the case."""
     if case.qkv_format == "sbhd":
         return x.transpose(0, 1)
     if case.qkv_format == "thd":
@@ -105,10 +105,11 @@ def in_format(x, case, side):
 
 
 def assert_nearest(actual, scale, format, expected):
-    """Codes of what FP8 has nearest to `expected`, give or take what sums in fp32 are off.
+    """Checks that `actual` is `expected` rounded to FP8, up to the error of sums in fp32.
 
-    Sums of products of codes often lie half way between two codes: of some inputs at 2 % of the
-    places. A softmax gradient that gets another code changes a row.
+    Sums of products of codes often lie half way between two codes: with some inputs 2 % of them
+    do. An element of the softmax gradient that is rounded to the other code changes a row of the
+    result.
     """
     scale, off = scale.cpu(), 1e-5 * expected.abs() + 1e-6 * expected.abs().max()
     x = (actual.detach().cpu(), expected - off, expected + off)
@@ -141,7 +142,7 @@ def test_is_its_definition(case, device):
         row = core.scaling[FORWARD].amax_history[0].tolist()
     out.backward(in_format(grad, case, 0).flatten(-2))
 
-    if case.qkv_format == "thd":  # what is no token has no gradient
+    if case.qkv_format == "thd":  # padding has no gradient
         for i, (real, _) in enumerate(case.lengths):
             grad[i, real:] = 0.0
             for t in x:
@@ -164,7 +165,7 @@ def test_is_its_definition(case, device):
 
 
 def test_backward_in_high_precision(device, monkeypatch):
-    """Of the values that the forward multiplied, as if its casts were not there."""
+    """Its GEMMs take the values that the forward multiplied; casts have the gradient 1."""
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     case, core = Case(), attention(qkv_format="bshd")
     x, _, seen = inputs_of(case, device)
@@ -198,7 +199,7 @@ def state_of(core):
 
 
 def test_scales_follow_the_history(device):
-    """Forward scales at the end of the region, those of gradients at the end of the backward."""
+    """The end of the autocast updates scales of the forward, the backward those of gradients."""
     core, x = attention(), tensors(device)
     with te.fp8_autocast(fp8_recipe=RECIPE):
         out = core(*x)
@@ -225,7 +226,7 @@ def test_evaluation_leaves_no_trace(device):
     for got, wanted in zip(state_of(core), before, strict=True):
         assert_bitwise(got, wanted)
     with te.fp8_autocast(fp8_recipe=RECIPE):
-        assert_bitwise(evaluated, core(*x))  # with the scales of before
+        assert_bitwise(evaluated, core(*x))  # the scales have not changed
 
 
 def test_micro_batches_keep_the_largest_amax():
@@ -242,7 +243,8 @@ def test_state_survives_a_checkpoint():
     saved = core.state_dict()
     assert saved["_extra_state"].dtype is torch.uint8 and saved["_extra_state"].numel() > 0
     other = attention()
-    other.load_state_dict({"fused_attention._extra_state": saved["_extra_state"]})  # as of 1.6
+    # The key in checkpoints of NVIDIA's version 1.6.
+    other.load_state_dict({"fused_attention._extra_state": saved["_extra_state"]})
     clone = copy.deepcopy(core)
     results = []
     for module in (core, other, clone):
@@ -281,7 +283,8 @@ def test_calibration_makes_scales_ready(device):
     scales = core.scaling[FORWARD].scale
     assert scales[QKV].item() == pytest.approx(448 / max(t.abs().max().item() for t in x))
     assert scales[OUT].item() == pytest.approx(448 / plain.abs().max().item(), rel=1e-4)
-    assert scales[SOFTMAX].item() == pytest.approx(448.0, rel=1e-4)  # a query sees one key
+    # The first query sees one key, whose weight is 1.
+    assert scales[SOFTMAX].item() == pytest.approx(448.0, rel=1e-4)
     with torch.no_grad(), te.fp8_autocast(fp8_recipe=RECIPE):
         error = core(*x) - plain
     assert error.norm() < 0.06 * plain.norm()
@@ -315,7 +318,7 @@ def test_mha_is_announced_once():
     with te.fp8_autocast(fp8_recipe=recipe):
         with pytest.warns(UserWarning, match="fp8_mha: tensors between projections"):
             out = attention()(*x)
-        attention()(*x)  # warnings are errors
+        attention()(*x)  # does not warn: a warning is an error
     assert_bitwise(out, plain)
 
 

@@ -1,4 +1,4 @@
-"""FP8 attention among other layers: checkpoints, graphs, and who ends a step."""
+"""FP8 attention among other layers: checkpoints, CUDA graphs, and updates of scales."""
 
 import copy
 
@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
 
-# On a GPU the backend says, once a process, that it is not the fast one.
+# On a GPU the backend warns, once in a process, that it is not the fast one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 
 RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
@@ -25,7 +25,7 @@ def _without_cudnn(monkeypatch):
 
 
 class Block(nn.Module):
-    """Attention of one input, without or between layers with GEMMs."""
+    """Attention with query, key and value from one tensor, alone or between two linear layers."""
 
     def __init__(self, alone, device):
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 def steps_of(model, device, wrap=lambda f, *a: f(*a), recipe=RECIPE, **arguments):
-    """Everything that three steps leave behind."""
+    """Returns results, gradients and scaling state of three steps."""
     found = []
     for i in range(3):
         torch.manual_seed(i)
@@ -86,7 +86,7 @@ def test_checkpointed_core_changes_nothing(dropout, device):
 
 
 def test_checkpoint_takes_attention_in_high_precision_too(device):
-    """A region whose attention ran without FP8 repeats it so."""
+    """If attention runs without FP8 in the first forward, it does so in the recompute."""
     model = Block(False, device)
     twin = copy.deepcopy(model)
     recipe = DelayedScaling(amax_history_len=3)
@@ -110,7 +110,7 @@ def test_every_layer_of_a_step_is_updated(device):
 
 
 def test_a_layer_as_one_node(device):
-    """Its parts make the same results, gradients, scales and amaxes one by one."""
+    """Results, gradients, scales and amaxes equal those of the layer's parts, run one by one."""
     torch.manual_seed(0)
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
     layer = te.TransformerLayer(64, 128, HEADS, **options)
@@ -135,7 +135,7 @@ def test_plans_go_with_the_scaling_state(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("alone", [True, False])
 def test_captured_in_a_graph(alone):
-    """`make_graphed_callables` replays what eager mode does, scales included."""
+    """Callables of `make_graphed_callables` give the results and scales of eager mode."""
     eager = Block(alone, "cuda")
     graphed = copy.deepcopy(eager)
     sample = torch.randn(LENGTH, 2, HEADS * SIZE, device="cuda", requires_grad=True)

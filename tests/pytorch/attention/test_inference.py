@@ -75,7 +75,7 @@ def test_prompts_with_padding(device, padded):
 @pytest.mark.parametrize("form", ["plain", "on the device", "named"])
 @torch.no_grad()
 def test_cross_attention_of_steps(device, form):
-    """Its queries are rotated by their positions, its keys by those of the encoder."""
+    """Queries are rotated by their positions, keys by positions in the encoder's output."""
     mask = "padding_causal" if form == "named" else "causal"
     layer = make_layer(device, mask=mask, layer_type="decoder")
     x, encoded = (torch.randn(n, 2, HIDDEN, device=device) for n in (6, 5))
@@ -96,7 +96,7 @@ def test_cross_attention_of_steps(device, form):
 
 @torch.no_grad()
 def test_queries_and_keys_are_rotated_by_one_kernel(device, monkeypatch):
-    """Of new tokens, where they lie side by side."""
+    """One kernel rotates queries and keys that are adjacent in memory and have the same angles."""
     calls = []
     for file in (query_key, embedding):
         monkeypatch.setattr(
@@ -152,7 +152,7 @@ def test_cross_attention_keeps_no_cache(device):
 
 # ---- Named sequences ----
 
-# Sequences of each step, with how many new tokens: they join, grow by one or more, and end.
+# New tokens of each sequence in each step. Sequences join, grow by one or more tokens, and end.
 STEPS = [{"a": 4, "b": 7}, {"a": 1, "b": 1}, {"b": 1, "c": 5}, {"d": 2, "c": 1, "b": 3}, {"d": 1}]
 ENDED_LENGTHS = {"a": 5, "b": 12, "c": 6, "d": 3}
 
@@ -165,7 +165,7 @@ def manager_options(kind, device):
 
 
 def laid_out(tokens, qkv_format):
-    """`{name: [new, hidden]}` as one tensor in the format."""
+    """Joins `{name: [new, hidden]}` into one tensor in the format."""
     if qkv_format == "thd":
         return torch.cat(list(tokens.values()))
     padded = torch.nn.utils.rnn.pad_sequence(list(tokens.values()), batch_first=True)
@@ -296,7 +296,7 @@ def test_every_spelling_of_a_causal_mask_ends_at_the_last_key():
 @pytest.mark.parametrize("named", [False, True])
 @torch.no_grad()
 def test_layers_need_numbers_of_their_own(named, name):
-    """Two layers of one number would read each other's keys."""
+    """Two layers with the same number would read each other's keys."""
     how = {"attn_mask_type": "padding_causal" if named else "causal", "name": name}
     layers = [te.MultiheadAttention(HIDDEN, HEADS, **how) for _ in range(2)]
     cache = (HEADS, HIDDEN // HEADS, torch.float32) if named else ()
@@ -318,7 +318,7 @@ def test_layers_need_numbers_of_their_own(named, name):
 
 @torch.no_grad()
 def test_numbers_from_zero_are_as_good_as_others():
-    """Layer 0 has its own named sequences; a layer without a number has those of layer 1."""
+    """Layer 0 has a cache of its own; a layer without a number has the cache of layer 1."""
 
     def run(*numbers):
         torch.manual_seed(3)

@@ -92,7 +92,7 @@ def test_windows_that_mean_something_else_are_announced():
         assert mask_rule("causal", (4, 4))[1:3] == (4, 0)
     with pytest.warns(UserWarning, match=r"\(-1, 0\).*'padding'.*no window"):
         assert mask_rule("padding", (-1, 0))[1:3] == (-1, -1)
-    assert mask_rule("causal", (4, 4))[1:3] == (4, 0)  # announced once
+    assert mask_rule("causal", (4, 4))[1:3] == (4, 0)  # warns only once
     assert mask_rule("causal", (-1, -1))[1:3] == (-1, 0)
 
 
@@ -104,7 +104,7 @@ def test_bad_windows(window):
 
 @pytest.mark.parametrize("window", [(True, 1), (1, False), (2.0, 1.0), "11", 4, [1, None]], ids=str)
 def test_windows_of_other_types_are_refused(window):
-    """Whatever was seen before: `1 == True == 1.0`, and results are kept by window."""
+    """Also after an equal window: `1 == True == 1.0`, and results are cached by window."""
     inputs = [torch.randn(5, 1, 2, 4)] * 3
     modules = [DotProductAttention(2, 4, attn_mask_type="no_mask") for _ in range(2)]
     for module in modules:
@@ -153,7 +153,7 @@ def test_padding_need_not_be_at_the_end():
     ("keys", "shift"), [("..xx", 0), ("xx..", 2), ("x.x.", 2), ("....", 2), (".x.x", 1)]
 )
 def test_the_last_real_tokens_meet(keys, shift):
-    """Wherever padding is; queries have two tokens."""
+    """The diagonal ends at the last real tokens, wherever padding is; there are two queries."""
     queries = torch.zeros(1, 1, 1, 2, dtype=torch.bool)
     hidden = torch.tensor([token == "x" for token in keys]).view(1, 1, 1, 4)
     assert Padding(queries, hidden).shift().item() == shift

@@ -21,7 +21,7 @@ def cache_of(form, device="cpu"):
 
 
 def in_steps(function, form, device="cpu"):
-    """What `function(begin, end, params)` gives for the parts of a sequence."""
+    """Joins the results of `function(begin, end, params)` for the parts of a sequence."""
     params, parts = cache_of(form, device), []
     for begin, end in PARTS:
         if form == "named":
@@ -41,7 +41,7 @@ def in_steps(function, form, device="cpu"):
 @pytest.mark.parametrize("bottom_right", [None, True, False])
 @torch.no_grad()
 def test_diagonals_end_at_the_last_key(device, form, mask, window, bottom_right):
-    """Wherever they end without a cache: there are as many queries as keys then."""
+    """`bottom_right_diagonal` has no effect: one call over all tokens has a square mask."""
     tensors = torch.randn(3, TOKENS, 1, HEADS, SIZE, device=device)
     how = {"window_size": window, "bottom_right_diagonal": bottom_right}
     mask_of_steps = mask
@@ -49,7 +49,7 @@ def test_diagonals_end_at_the_last_key(device, form, mask, window, bottom_right)
         mask_of_steps = "padding_causal" if mask == "causal" else "padding"
     module = te.DotProductAttention(HEADS, SIZE, attn_mask_type=mask_of_steps, **how).eval()
     whole = module(*tensors, attn_mask_type=mask)
-    if (mask, window) == ("no_mask", None):  # earlier queries see later keys: there are none yet
+    if (mask, window) == ("no_mask", None):  # in steps only the last query sees all keys
         whole = module(*tensors, attn_mask_type="causal")[-1:]
     found = in_steps(
         lambda begin, end, params: module(*tensors[:, begin:end], inference_params=params),
@@ -78,7 +78,7 @@ def cross_attention(**how):
 )
 @torch.no_grad()
 def test_cross_attention_of_steps_refuses_diagonals(form, mask, window, late):
-    """It is not told which queries these are."""
+    """It does not know the positions of the queries."""
     how = {"attn_mask_type": mask, "window_size": window}
     layer = cross_attention(**({} if late else how))
     params = cache_of(form)
@@ -109,7 +109,7 @@ def test_cross_attention_of_steps_refuses_diagonals(form, mask, window, late):
 
 @torch.no_grad()
 def test_cross_attention_of_steps_takes_masks():
-    """Those of the queries of a step; (-1, -1) is no window."""
+    """The mask has the rows of the step's queries; (-1, -1) is no window."""
     layer, x, encoded = cross_attention(), torch.randn(TOKENS, 1, 8), torch.randn(4, 1, 8)
     hidden = torch.ones(TOKENS, 4).triu(1).bool()
     whole = layer(x, attn_mask_type="causal", encoder_output=encoded)

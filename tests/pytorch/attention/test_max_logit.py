@@ -14,7 +14,7 @@ LENGTHS = ((3, 4), (5, 7))  # real queries and keys of each sequence
 
 
 def expected(query, key, seen, bias=None):
-    """Of `[batch, sequence, heads, size]`, in float64."""
+    """Returns the largest score of each head; inputs are `[batch, sequence, heads, size]`."""
     query, key = (x.detach().double().cpu().transpose(1, 2) for x in (query, key))
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query @ key.transpose(-1, -2) / SIZE**0.5
@@ -38,7 +38,7 @@ def check(found, wanted) -> None:
 @pytest.mark.parametrize("window", [None, (2, 1)])
 @pytest.mark.parametrize("few", [False, True])
 def test_masks_and_windows(device, monkeypatch, mask_type, window, few) -> None:
-    if few:  # two queries at a time
+    if few:  # memory for the scores of two queries
         monkeypatch.setattr(max_logit, "_BYTES", 2 * 4 * 2 * HEADS * KEYS)
     window = (2, 0) if window and "causal" in mask_type else window
     query, key, value = inputs(device, groups=2)
@@ -79,7 +79,7 @@ def test_packed_sequences(device) -> None:
 
 @pytest.mark.parametrize("rows", [1, QUERIES])
 def test_biases_count(device, monkeypatch, rows) -> None:
-    monkeypatch.setattr(max_logit, "_BYTES", 1)  # a query at a time
+    monkeypatch.setattr(max_logit, "_BYTES", 1)  # one query at a time
     query, key, value = inputs(device)
     bias = 3.0 * torch.randn(1, HEADS, rows, KEYS, device=device)
     module = make_module(attn_mask_type="no_mask", qkv_format="bshd", return_max_logit=True)

@@ -44,7 +44,7 @@ CASES = {
 def make(device="cpu", **changes):
     arguments = {"attention_dropout": 0.0, "device": device, "attn_mask_type": "no_mask"}
     module = MultiheadAttention(HIDDEN, HEADS, **{**arguments, **changes})
-    with torch.no_grad():  # biases and norms that matter
+    with torch.no_grad():  # so that biases and norms change the result
         for name, parameter in module.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -62,7 +62,7 @@ def how_of(case):
 
 
 def swapped(x, qkv_format):
-    """Batch first to the format, and back."""
+    """Converts batch first to the format, or back."""
     return x.transpose(0, 1) if qkv_format == "sbhd" else x
 
 
@@ -119,7 +119,7 @@ def test_rotary(device, qkv_format, pair):
 
 
 def test_packed_sequences_are_rows_of_a_batch(device):
-    """thd with RoPE and a mask equals the same sequences padded."""
+    """With RoPE and a mask, results in thd equal those of the padded sequences."""
     module = make(device, qkv_format="bshd", attn_mask_type="padding_causal")
     angles = RotaryPositionEmbedding(HIDDEN // HEADS).to(device)(LENGTH)
     x = torch.randn(2, LENGTH, HIDDEN, device=device)
@@ -161,7 +161,7 @@ def test_arguments_reach_the_core(device):
 
 
 def test_frozen_cross_attention_of_what_needs_no_gradient(device):
-    """The backward of the keys' projection has neither parameters nor inputs to compute for."""
+    """If nothing needs gradients of the key-value projection, the backward leaves it out."""
     module = make(device, attention_type="cross").requires_grad_(False)
     x, memory = (torch.randn(LENGTH, BATCH, HIDDEN, device=device) for _ in range(2))
     gradients = []

@@ -1,4 +1,4 @@
-"""Rotation of a whole projection: the bits of queries and keys rotated apart, with less memory."""
+"""Rotation of a projection gives the bits of rotating queries and keys apart, in less memory."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SHAPES = {"sbhd": (SEQUENCE, BATCH), "bshd": (BATCH, SEQUENCE)}
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch):
-    """As with large inputs, layers run part by part."""
+    """Makes layers run part by part, as with large inputs."""
     monkeypatch.setattr(capture, "HOST_BOUND_BYTES", 0)
 
 
@@ -33,7 +33,7 @@ def make(device, **arguments):
 
 
 def step(module, x, angles, grad, recipe):
-    """Bytes that are saved, then results and gradients."""
+    """Returns the bytes that are saved for the backward, then results and gradients."""
     leaf = x.clone().requires_grad_()
     module.zero_grad()
     with scope(recipe), saved_storages() as saved:
@@ -73,7 +73,8 @@ def test_the_projection_is_not_kept(interleaved, device):
     angles = te.RotaryPositionEmbedding(SIZE)(SEQUENCE).to(device)
     less = step(module, x, angles, torch.ones_like(x), "high precision")[0]
     more = step(module, x, (angles, angles), torch.ones_like(x), "high precision")[0]
-    assert more - less == 2 * x.nbytes  # queries and keys before rotation, which values kept alive
+    # Values are a view of the projection, whose queries and keys therefore stay in memory.
+    assert more - less == 2 * x.nbytes
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -1,4 +1,4 @@
-"""Parts of a fused projection: views, whose gradients become one tensor, uncopied if they can."""
+"""Parts of a projection are views; their gradients become one tensor, uncopied if possible."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def project(layout, lead=(5, 3)):
 
 
 def by_definition(x, layout):
-    """Heads by their places in the projection, one by one."""
+    """Returns queries, keys and values by the places of their heads in the projection."""
     size, per_group = layout.size, layout.heads // layout.groups
     heads = x.view(*x.shape[:-1], -1, size)
     if not layout.interleaved:

@@ -1,4 +1,4 @@
-"""Memory layouts of queries, keys and values: their names, and that attention copies none."""
+"""Memory layouts of queries, keys and values: their names, and attention without copies."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_errors():
     strided = torch.randn(6, 2, 4, 16)[..., ::2]
     with pytest.raises(ValueError, match=r"strides \(128, 64, 16, 2\) at 0"):
         _get_qkv_layout(q, strided, q, "sbhd")
-    padded = torch.randn(6, 2, 4, 4, 8).unbind(2)[:3]  # a fourth part lies between
+    padded = torch.randn(6, 2, 4, 4, 8).unbind(2)[:3]  # a fourth part lies between tokens
     with pytest.raises(ValueError, match=r"expected contiguous tensors, or views"):
         _get_qkv_layout(*padded, "sbhd")
 

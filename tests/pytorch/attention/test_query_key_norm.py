@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.l2norm import L2Normalization
 
 BATCH, LENGTH, KEYS, HIDDEN, HEADS, SIZE = 2, 6, 9, 32, 4, 8
-EPS = 1e-2  # large enough to be seen
+EPS = 1e-2  # large enough to change results
 KINDS = ("RMSNorm", "LayerNorm", "L2Normalization")
 CASES = {
     "default": {},
@@ -35,7 +35,7 @@ def make(kind, device="cpu", **changes):
 
 
 def normalised(x, kind, parameters, name):
-    """The definition."""
+    """Returns the norm of each head by its definition."""
     if kind == "L2Normalization":
         return x / (x.square().sum(-1, keepdim=True) + EPS).sqrt()
     if kind == "LayerNorm":
@@ -45,7 +45,7 @@ def normalised(x, kind, parameters, name):
 
 
 def expected_of(module, kind, parameters, x, memory=None, angles=None, before=False):
-    """Attention from projections of the reference, normalised and turned in the order asked for."""
+    """Returns attention by its definition, with norms before or after the rotation."""
     below, heads, how = reference.below, Heads(**module.layout._asdict()), Norm()
     if memory is not None:
         query = reference.linear(x, below(parameters, "query_layer")).unflatten(-1, (HEADS, SIZE))
@@ -69,7 +69,7 @@ def expected_of(module, kind, parameters, x, memory=None, angles=None, before=Fa
 
 
 def swapped(x, qkv_format):
-    """Batch first to the format, and back."""
+    """Converts batch first to the format, or back."""
     return x if qkv_format == "bshd" else x.transpose(0, 1)
 
 
@@ -114,7 +114,7 @@ def test_order_of_norm_and_rotation(device, kind, before):
     right = expected_of(module, kind, parameters, x.double(), None, turns, before)
     assert relative_error(out, right) < bound
     other = expected_of(module, kind, parameters, x.double(), None, turns, not before)
-    same = kind == "L2Normalization"  # lengths do not turn
+    same = kind == "L2Normalization"  # a rotation keeps lengths
     assert (relative_error(out, other) < bound) == same
 
 
@@ -216,7 +216,7 @@ def test_the_gamma_of_lengths_is_filled_once(device):
     with torch.inference_mode():
         expected = module(x)
     leaf = x.clone().requires_grad_()
-    module(leaf).sum().backward()  # what inference has made may be saved
+    module(leaf).sum().backward()  # autograd saves gamma, which inference mode has made
     assert torch.equal(module(x), expected) and leaf.grad is not None
     (gamma,) = module._gammas.values()
     module.bfloat16()

@@ -14,7 +14,7 @@ def frequency(i, dim, base=10000.0):
 
 
 def rotated(x, position, dim, interleaved, base=10000.0):
-    """One head `[size]` in float64, its first `dim` elements turned pair by pair."""
+    """Returns a head `[size]` in float64, with its first `dim` elements rotated pair by pair."""
     y = x.double().clone()
     for i in range(dim // 2):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + dim // 2)
@@ -25,7 +25,7 @@ def rotated(x, position, dim, interleaved, base=10000.0):
 
 
 def expected(t, dim, interleaved, positions):
-    """`[batch, sequence, heads, size]` turned; `positions[b][s]` says how far."""
+    """Rotates each token of `t` `[batch, sequence, heads, size]` by its `positions[b][s]`."""
     rows = [
         torch.stack([rotated(head, positions[b][s], dim, interleaved) for head in t[b, s]])
         for b in range(t.shape[0])
@@ -106,7 +106,7 @@ def test_fused_rounds_once(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("size", "dim"), [(64, 64), (64, 32), (48, 32), (20, 6), (6, 2)], ids=str)
 def test_kernel_on_views(device, tensor_format, interleaved, dtype, size, dim):
-    """Queries are a view into the output of a projection; whole packs and single elements."""
+    """Queries are a view of a projection; the kernel reads whole packs or single elements."""
     heads, positions = 3, [range(9)] * 2
     qkv = torch.randn(2, 9, heads, 3 * size).to(dtype)
     t = qkv[..., size : 2 * size]
@@ -130,7 +130,7 @@ def test_kernel_on_views(device, tensor_format, interleaved, dtype, size, dim):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_halves_may_have_angles_of_their_own(device, interleaved):
-    """The backward is the transpose, whatever the angles are: <y, g> = <x, turned back g>."""
+    """The backward is the transpose for any angles: <y, g> = <x, gradient of x>."""
     freqs = torch.randn(5, 1, 1, 16, device=device)
     x = torch.randn(5, 2, 3, 16, device=device, requires_grad=True)
     g = torch.randn_like(x)
@@ -143,7 +143,7 @@ def test_halves_may_have_angles_of_their_own(device, interleaved):
 
 
 def test_large_angles(device):
-    """Of long contexts, and beyond any: 2^49 is where neighbouring floats are 10^7 turns apart."""
+    """Angles from 1 to 2^49, where neighbouring fp32 values are 10^7 revolutions apart."""
     angles = torch.logspace(0, 49, 64 * 16, base=2.0).view(64, 1, 1, 16)
     t = torch.randn(64, 1, 2, 16)
     out = apply_rotary_pos_emb(t.to(device), angles.to(device), fused=True)
@@ -160,7 +160,7 @@ def test_large_angles(device):
     [(1, 1, 128), (3, 5, 64), (2, 3, 96), (2, 40, 128), (1, 1, 2080), (1, 2, 516)],
 )
 def test_blocks_of_heads(device, batch_first, batch, heads, size):
-    """Few heads of many places to a block, heads of one place to many, a head to several."""
+    """A block takes heads of several tokens, some heads of a token, or a part of one head."""
     length = 37
     angles = torch.randn(length, size, device=device)
     shape = (batch, length, heads, size) if batch_first else (length, batch, heads, size)

@@ -1,4 +1,4 @@
-"""What `apply_rotary_pos_emb` refuses and takes, whether a kernel computes it or torch."""
+"""What `apply_rotary_pos_emb` accepts and refuses, fused (in one kernel) and unfused."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def int32(*values):
 @pytest.mark.parametrize("starts", [int32(1), int32(1, 2, 3), int32(1, 2)[:, None]], ids=str)
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 def test_starts_of_another_number(fused, tensor_format, starts):
-    """Both tensors have two sequences."""
+    """In every format there are two sequences."""
     t = torch.randn(5, 1, 8) if tensor_format == "thd" else torch.randn(2, 2, 1, 8)
     with pytest.raises(ValueError, match=r"start_positions of shape \(2,\), one of each sequence"):
         apply_rotary_pos_emb(
@@ -46,7 +46,7 @@ def test_integers_are_not_rotated(fused):
 
 @pytest.mark.parametrize("tensor_format", ["bshd", "thd"])
 def test_starts_and_ends_may_have_strides(device, fused, tensor_format):
-    """Also where calls with contiguous ones came before."""
+    """Also after calls with contiguous tensors."""
     t = torch.randn(*((5,) if tensor_format == "thd" else (2, 3)), 1, 8, device=device)
     t.requires_grad_()
     ends = ENDS.to(device) if tensor_format == "thd" else None

@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embedding: assigned, loaded, converted, cast by others."""
+"""Frequencies of rotary position embedding: assigned, loaded, converted, cast by FSDP."""
 
 import copy
 
@@ -9,14 +9,14 @@ from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
 
 def of_base(base, device="cpu"):
-    """Angles of 4 positions, and the frequencies."""
+    """Returns the angles of 4 positions, and the frequencies."""
     module = RotaryPositionEmbedding(8, rotary_base=base).to(device)
     return module(4), module.inv_freq.clone()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_assigned_frequencies(device, in_place):
-    """As programs assign the scaled ones of Llama; they stay, exact to fp32, whatever converts."""
+    """Assigned frequencies, for instance the scaled ones of Llama, stay in fp32 when converted."""
     module = RotaryPositionEmbedding(8).to(device)
     expected, frequencies = of_base(5e5, device)
     if in_place:
@@ -27,7 +27,7 @@ def test_assigned_frequencies(device, in_place):
         assert torch.equal(converted(4), expected)
         assert converted.inv_freq.dtype is torch.float32
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(4), expected)
-    module.rotary_base = 1e4  # as it is
+    module.rotary_base = 1e4  # the same value changes nothing
     module.seq_len_interpolation_factor = 2.0
     assert torch.equal(module(4), expected / 2)
     module.seq_len_interpolation_factor = None
@@ -55,7 +55,7 @@ def test_frequencies_that_leave_meta(leave):
 
 
 def test_checkpoints_with_frequencies():
-    """As those of NVIDIA's package are; ours lack them, which is no error either."""
+    """Checkpoints of NVIDIA's package have them; ours do not, and load without an error, too."""
     expected, frequencies = of_base(5e5)
     model = torch.nn.ModuleDict({"rope": RotaryPositionEmbedding(8)})
     model.load_state_dict({"rope.inv_freq": frequencies})
@@ -71,7 +71,7 @@ def test_checkpoints_with_frequencies():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by", ["data", "checkpoint"])
 def test_frequencies_that_others_round(dtype, by, device):
-    """As FSDP casts buffers, and models in 16 bits save them: long sequences have exact angles."""
+    """FSDP casts buffers, and 16-bit models save them rounded: angles stay exact nevertheless."""
     module = RotaryPositionEmbedding(64).to(device)
     expected = module(4096)
     if by == "data":

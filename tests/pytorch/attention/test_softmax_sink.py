@@ -28,7 +28,7 @@ CASES = {
 
 
 def attention_with_sink(query, key, value, seen, offset, bias=None):
-    """The definition, batch first: the sink's own exponential joins the denominator."""
+    """The definition, batch first: the exponential of the sink is added to the denominator."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     per_group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
@@ -49,7 +49,7 @@ def make(kind, device, **changes):
 
 
 def make_mask(mask, window, queries, keys, device):
-    """Arguments of forward, and the reference's seen keys."""
+    """Returns the mask arguments of forward, and which keys each query sees."""
     lengths = [(queries, keys), (queries - 3, keys - 2)]
     arguments, arbitrary = {}, None
     if mask == "arbitrary":
@@ -128,7 +128,7 @@ def test_large_scores_do_not_overflow(device):
         assert out.isfinite().all()
     plain = make_module(attn_mask_type="no_mask")(q, k, v)
     far = make("learnable", device, attn_mask_type="no_mask")
-    torch.nn.init.constant_(far.softmax_offset, -1e30)  # a sink that takes nothing
+    torch.nn.init.constant_(far.softmax_offset, -1e30)  # the weight of the sink is zero
     torch.testing.assert_close(far(q, k, v), plain)
 
 

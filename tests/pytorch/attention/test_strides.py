@@ -9,7 +9,7 @@ HEADS, TOKENS, BATCH = 4, 24, 2
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Behind three elements of a larger tensor, in every dimension."""
+    """Returns a copy in a larger tensor, where it begins at element 3 of every dimension."""
     room = x.new_full([n + 3 for n in x.shape], 7.0)
     view = room[tuple(slice(3, None) for _ in x.shape)]
     return view.copy_(x)
@@ -20,7 +20,7 @@ def every_second(x: torch.Tensor) -> torch.Tensor:
 
 
 def behind_one(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, at an address that no kernel likes."""
+    """Returns a contiguous copy at an address that is not a multiple of 16 bytes."""
     return x.new_zeros(x.numel() + 1)[1:].view_as(x).copy_(x)
 
 
@@ -29,7 +29,7 @@ def size_first(x: torch.Tensor) -> torch.Tensor:
 
 
 LAYOUTS = [shifted, every_second, behind_one, size_first]
-# A mask that hides nothing for one kernel, and masks of every kind for the others.
+# Masks of every kind, because the choice of the kernel depends on the mask.
 MASKS = {
     "no_mask": None,
     "causal": None,
@@ -39,7 +39,7 @@ MASKS = {
 
 
 def attend(module, mask_type, mask, inputs, gradient):
-    """The result and the gradients, and the result without gradients."""
+    """Returns the result and the gradients, and the result of a call without gradients."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     mask = None if mask is None else mask.to(leaves[0].device)
     out = module(*leaves, attention_mask=mask, attn_mask_type=mask_type)

@@ -1,4 +1,4 @@
-"""Queries and keys of unequal numbers of tokens, of none, and tokens of no sequence."""
+"""Unequal numbers of queries and keys, no queries or keys, and tokens outside of sequences."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PACKED = {"qkv_format": "thd", "attn_mask_type": "padding_causal_bottom_right"}
 
 
 def inputs(queries, keys, device):
-    """Query, key and value of thd."""
+    """Returns query, key and value in thd."""
     query, *_ = make_qkv(device, shape=(queries, 4, 8))
     return query, *make_qkv(device, shape=(keys, 4, 8))[1:]
 
@@ -27,7 +27,7 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(5, 8), (8, 5)])
 @pytest.mark.parametrize("window", [None, (1, 0)], ids=str)
 def test_one_tensor_of_ends_with_other_numbers_of_tokens(device, backend, queries, keys, window):
-    """Tokens behind the sequences belong to none of them, on either side."""
+    """Queries or keys after the last sequence belong to no sequence."""
     ends, tensors = cu_seqlens([2, 3], device), inputs(queries, keys, device)
     attention, results = make_module(**PACKED, window_size=window), []
     for other in (ends, ends.clone()):
@@ -58,7 +58,7 @@ def test_one_tensor_of_ends_beyond_the_keys():
 )
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 def test_a_side_without_tokens(device, qkv_format, mask, arguments, queries, keys):
-    """Queries without keys are zero, as are all gradients."""
+    """Results of queries without keys are zero, and so are all gradients."""
     tensors = inputs(queries, keys, device)
     if qkv_format == "bshd":
         tensors = [x.detach()[None].requires_grad_() for x in tensors]
