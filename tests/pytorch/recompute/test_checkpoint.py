@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def everything(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients and scaling state."""
+    """Returns copies of gradients and scaling state."""
     states = [m.scaling for m in model.modules() if getattr(m, "scaling", None)]
     copies = [t.clone() for s in states for v in s.values() for t in (v.scale, v.amax_history)]
     return [p.grad.clone() for p in model.parameters() if p.grad is not None] + copies
@@ -90,7 +90,7 @@ def test_weights_kept_in_fp8(mode: str, recipe: str, device: str) -> None:
     for wrap in (uncheckpointed, MODES[mode]):
         reset_autocast()
         layer.scaling.clear()
-        layer.name = "layer"  # forgets its runs
+        layer.name = "layer"  # drops its call plans
         for i in range(2):
             x = torch.linspace(-1 - i, 1, 512, device=device).view(16, 32).requires_grad_()
             layer.zero_grad()
@@ -122,7 +122,7 @@ def test_random_numbers_are_drawn_again(mode: str, device: str) -> None:
     assert_equal(train("delayed", MODES[mode], device, dropout=0.5), expected)
 
 
-# torch 2.11 fails to close the generators of nested checkpoints behind our error.
+# After our error, torch 2.11 fails to close the generators of nested checkpoints.
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*_checkpoint_without_reentrant")
 @pytest.mark.parametrize("outer", MODES)
 @pytest.mark.parametrize("inner", MODES)
@@ -140,7 +140,7 @@ def test_nested(outer: str, inner: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fuse", [False, True])
 def test_micro_batches(mode: str, fuse: bool) -> None:
-    """Cached weights, two micro-batches in flight, each in a scope of its own."""
+    """Weights are cached; up to two micro-batches, each with its autocast, await their backward."""
 
     def run(wrap: Wrap) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -168,7 +168,7 @@ def test_micro_batches(mode: str, fuse: bool) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scope_within_the_region(mode: str) -> None:
-    """And one that disables FP8 within the scope."""
+    """The region contains an autocast, and in it another one that disables FP8."""
 
     def run(wrap: Wrap) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -233,7 +233,7 @@ def test_evaluation_leaves_no_trace(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_layer_comes_first(mode: str) -> None:
-    """The update of the gradients' scales is left to a layer that has gradients."""
+    """The layer that has gradients updates the scales of gradients, not the frozen one."""
 
     def run(wrap: Wrap) -> list[torch.Tensor]:
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Arguments of `te.checkpoint`, and what else a region may hold."""
+"""Arguments of `te.checkpoint`, and functions that can be checkpointed."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_keyword_arguments(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_functions_may_have_arguments_with_names_of_torchs(enabled: bool) -> None:
-    """Only `use_reentrant=False` has an own `debug`."""
+    """`debug` is an argument of the function, except with `use_reentrant=False`."""
 
     def function(x, debug=False):
         return x * (2 if debug else 1)
@@ -50,7 +50,7 @@ def test_twice_over_one_graph() -> None:
     for wrap in (uncheckpointed, MODES["te not reentrant"], MODES["torch not reentrant"]):
         reset_autocast()
         layer.scaling.clear()
-        layer.to(torch.float32)  # forgets its runs
+        layer.to(torch.float32)  # drops its call plans
         x = torch.linspace(-1, 1, 512).view(16, 32).requires_grad_()
         with scope("delayed"):
             y = wrap(layer, x)
@@ -61,7 +61,7 @@ def test_twice_over_one_graph() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_tracker(reentrant: bool, device: str) -> None:
-    """`get_rng_state_tracker`: the second run forks the states of the first."""
+    """The recompute starts with the states that the tracker had in the first forward."""
     layer = te.Linear(32, 32, device=device, params_dtype=torch.float32)
 
     def run(wrap: Wrap) -> list[torch.Tensor]:
@@ -98,14 +98,14 @@ def test_functions_without_our_modules_are_torchs() -> None:
     class Half(nn.Module):
         def forward(self, x):
             y = x.exp()
-            calls.append(1)  # not reached where torch stops early
+            calls.append(1)  # not reached if torch stops early
             return y
 
     x = torch.ones(3, requires_grad=True)
     te.checkpoint(Half(), x, use_reentrant=False).sum().backward()
     assert len(calls) == 1
     te.checkpoint(Half().forward, x, use_reentrant=False).sum().backward()
-    assert len(calls) == 3  # documented: no early stop
+    assert len(calls) == 3  # no early stop, as documented
 
 
 def test_transformer_layer(device: str, monkeypatch) -> None:
@@ -156,7 +156,7 @@ def test_errors() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"torch\.distributed to be initialised"):
         te.checkpoint(layer, x, distribute_saved_activations=True)
-    te.checkpoint(layer, x, distribute_saved_activations=True, use_reentrant=False)  # no effect
+    te.checkpoint(layer, x, distribute_saved_activations=True, use_reentrant=False)  # ignored
     with pytest.raises(TypeError, match=r"^\[checkpoint\] expected function .*, got int$"):
         te.checkpoint(3, x)
     tracker = te.CudaRNGStatesTracker(device="cpu")
@@ -210,7 +210,7 @@ def test_results_within_containers_have_gradients(reentrant: bool) -> None:
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormMLP])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_parameter_among_the_results(kind: type[nn.Module], use_reentrant: bool) -> None:
-    """The bias of `return_bias=True`."""
+    """With `return_bias=True` a layer returns its bias."""
     found = []
     for wrap in (te.checkpoint, uncheckpointed):
         torch.manual_seed(0)

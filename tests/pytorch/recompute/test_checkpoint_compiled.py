@@ -1,4 +1,4 @@
-"""Compiled layers inside of checkpoints: as without one, or an error that says what to do."""
+"""Compiled layers in checkpoints give the results of eager ones, or an error says what to do."""
 
 import copy
 
@@ -19,7 +19,7 @@ WAYS = {
 
 
 def steps(layer, recipe, inside, way=None):
-    """Outputs and gradients of training; autocast inside of what is checkpointed or not."""
+    """Returns outputs and gradients of two steps, with autocast inside or outside of `way`."""
     results = []
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_equal_or_refused(recipe, way, inside):
 
 
 def test_high_precision_is_free():
-    """A layer that never ran in FP8 may be checkpointed beside others."""
+    """A layer that never ran in FP8 may be checkpointed, even if other layers ran in FP8."""
     torch._dynamo.reset()
     fp8, plain = (te.Linear(32, size, device="cpu") for size in (32, 48))
     for layer in (fp8, plain):

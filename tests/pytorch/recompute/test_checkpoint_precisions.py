@@ -37,7 +37,7 @@ def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @modes
 @pytest.mark.parametrize("precision", FP8)
 def test_high_precision_after_fp8(precision: str, wrap: Wrap, device: str) -> None:
-    """A training that ends in high precision."""
+    """The last steps of the training are in high precision."""
     found: list[list[torch.Tensor]] = []
     for run in (wrap, uncheckpointed):
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_high_precision_after_fp8(precision: str, wrap: Wrap, device: str) -> No
 @pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["fp8 first", "fp8 last"])
 @pytest.mark.parametrize("together", [False, True], ids=["in two", "in one"])
 def test_attention(together: bool, order: tuple[bool, bool], wrap: Wrap) -> None:
-    """In one checkpoint, or in one for each precision."""
+    """Calls in FP8 and in high precision are in one checkpoint, or in one each."""
     recipe = DelayedScaling(fp8_dpa=True)
     found: list[torch.Tensor] = []
     for run in (wrap, uncheckpointed):
@@ -136,7 +136,7 @@ def test_the_first_call_of_a_process_is_outside_of_autocasts(
 
 
 def test_calls_in_inference_mode_are_in_no_region(monkeypatch: Any) -> None:
-    """They take the short way of the host, also after a checkpoint in FP8."""
+    """The host does no work for regions there, also after a checkpoint in FP8."""
     monkeypatch.setattr(process_state(), "has_regions", True)
     with torch.inference_mode():
         assert not may_recompute(autocast_stack())
@@ -144,7 +144,7 @@ def test_calls_in_inference_mode_are_in_no_region(monkeypatch: Any) -> None:
 
 @modes
 def test_layers_in_high_precision_may_be_called_once_more(wrap: Wrap, monkeypatch: Any) -> None:
-    """As with a cache that the first forward fills."""
+    """The first forward may call a layer once more, to fill a cache."""
     monkeypatch.setattr(process_state(), "has_regions", True)
     layer, cache = te.Linear(32, 32, device="cpu"), []
     x = torch.randn(16, 32, requires_grad=True)
@@ -209,7 +209,7 @@ def test_high_precision_in_a_backward_under_an_autocast(
 
 @modes
 def test_a_hook_calls_another_layer(wrap: Wrap, monkeypatch: Any) -> None:
-    """Behind a checkpoint, in every step in the precision of its own autocast."""
+    """A hook on the result of a checkpoint runs it in the hook's own autocast, in every step."""
     monkeypatch.setattr(process_state(), "has_regions", False)
     layer, other = (te.Linear(32, 32, device="cpu") for _ in range(2))
     found: list[torch.Tensor] = []
@@ -236,7 +236,7 @@ def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("precision", RECIPES)
 def test_selective_checkpoint(precision: str) -> None:
-    """On a CPU a GEMM calls torch's, which the checkpoint saves."""
+    """On the CPU, GEMMs call `aten.mm`, whose results the checkpoint saves."""
     context = partial(create_selective_checkpoint_contexts, saves_products)
     selective = partial(checkpoint, use_reentrant=False, context_fn=context)
     found: list[list[torch.Tensor]] = []
