@@ -169,8 +169,8 @@ def test_reset_keeps_the_offset_where_it_is():
 
 
 @torch.no_grad()
-def test_a_layer_asks_once_a_step():
-    """In the next step it reads the offset again, even if the tensor's version is the same."""
+def test_offsets_that_change_without_their_version():
+    """Each step reads the offset again, even if the version of the tensor is the same."""
     layers, x = make_layers("cpu", 2), torch.randn(1, 4, HIDDEN)
     params = te.InferenceParams(1, LONGEST)
     memory = torch.zeros(1, dtype=torch.int64)

@@ -60,9 +60,10 @@ def test_every_set_of_outputs(device, shape, rowwise, columnwise, dbias):
         pytest.skip("nothing to compute; an error, tested below")
     x = fp8.awkward(shape, torch.bfloat16, finite=True)
     codes = fp8.encode(x, fp8.E4M3, SCALE)
-    got_row, got_column, _, _, amax = run(
+    got_row, got_column, _, got_bias, amax = run(
         x, device, rowwise=rowwise, columnwise=columnwise, dbias=dbias
     )
+    assert (got_bias is not None) == (dbias is not None)
     assert (got_row is not None) == rowwise
     assert (got_column is not None) == columnwise
     if rowwise:

@@ -71,6 +71,7 @@ def test_every_set_of_outputs(device, shape, sides, dbias, dimensions):
     got = run(x, device, dimensions, sides=sides, dbias=dbias)
     present = (got.rowwise, got.row_scales, got.columnwise, got.column_scales)
     assert [t is not None for t in present] == [sides[0]] * 2 + [sides[1]] * 2
+    assert (got.dbias is not None) == (dbias is not None)
     assert_matches(got, x, dimensions)
 
 

@@ -4,7 +4,7 @@ import torch
 
 from transformer_engine.pytorch.attention import DotProductAttention
 
-# Environment variables that leave only the named backend.
+# Environment variables that leave the unfused backend alone, or any other: on CPUs that is sdpa.
 BACKENDS = {
     "sdpa": {"NVTE_UNFUSED_ATTN": "0"},
     "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"},
