@@ -12,7 +12,8 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-# Least SQNR in dB of outputs; gradients have 10 less. fp32 on the GPU multiplies in TF32.
+# Smallest allowed SQNR of outputs in dB; gradients may have 10 dB less. The bound of fp32 on a GPU
+# also allows products in TF32.
 HIGH = {
     ("cpu", torch.float32): 110,
     ("cuda", torch.float32): 55,
@@ -98,7 +99,7 @@ def test_fp8_under_autocast(device, kind):
 
 
 class Transposed(nn.Module):
-    """A Linear whose weight is `[in, out]`, as `Conv1D` of transformers."""
+    """A linear layer whose weight is `[in, out]`, like `Conv1D` of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ def test_keys_stay_without_fusing():
     keys = [key for key in model.state_dict() if not key.endswith("_extra_state")]
     assert keys == list(before)
     other = nn.Sequential(encoder_layer(), norm_linear())
-    model.load_state_dict(other.state_dict())  # strict: what torch saved lacks nothing
+    model.load_state_dict(other.state_dict())  # strict: an error if a key is missing
     for key, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[key], value)
 
