@@ -120,7 +120,7 @@ def test_a_checkpoint_that_restores_random_numbers_is_refused_in_a_capture() -> 
         pytest.raises(RuntimeError, match="preserve_rng_state=False inside a CUDA graph"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        x * 2  # of an empty graph torch would warn
+        x * 2  # torch warns about empty graphs
         te.checkpoint(module, x)
 
 

@@ -1,4 +1,4 @@
-"""What happens around the replay of a graph, on the CPU: "replays" run the callable again."""
+"""Graphed callables on the CPU, where graphs are emulated: a replay runs the callable again."""
 
 import copy
 from contextlib import nullcontext
@@ -39,7 +39,7 @@ def everything(model: nn.Module) -> list[torch.Tensor]:
 
 
 def train(model, parts, fp8: bool, cached: bool = False, around: bool = True):
-    """Steps of two micro-batches whose inputs are leaves; their gradients add up."""
+    """Run steps of two micro-batches. The inputs are leaves, whose gradients add up."""
     torch.manual_seed(1)
     found, xs = [], [sample() for _ in range(2)]
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_what_is_refused() -> None:
 
 
 class Called(nn.Sequential):
-    """Returns another thing than its `forward`, as Megatron's layers do while they are captured."""
+    """Its `__call__` returns a tuple, its `forward` a tensor, as in Megatron's captured layers."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (super().__call__(x),)
@@ -136,7 +136,7 @@ def test_a_module_is_called_not_its_forward() -> None:
 
 
 def test_keywords_that_say_nothing() -> None:
-    """Megatron gives each layer all keywords there are, most of them None."""
+    """Megatron passes every keyword argument to each layer, most of them as None."""
     model = layers(1)
     (part,) = graphs(model, [((sample(),), {})], DELAYED)
     x = sample()
@@ -172,7 +172,7 @@ def test_fp8_for_some_callables() -> None:
 
 
 class Block(nn.Module):
-    """Takes no `is_first_microbatch`; a layer in it does."""
+    """Its `forward` does not take `is_first_microbatch`, but a layer in it does."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_containers_hand_on_which_micro_batch_it_is(wrap) -> None:
 
 
 def test_reset() -> None:
-    """Modules are as before; functions and micro-batches of a pipeline run eagerly."""
+    """A module gets its own `forward` back; other graphed callables then run eagerly."""
     (module,) = layers(1)
     x = sample()
     with scope("delayed"):
@@ -224,7 +224,7 @@ def test_reset() -> None:
 
 
 def test_deep_copies_run_eagerly() -> None:
-    """A copy computes with its own weights, and its `reset` leaves the graphs alone."""
+    """A copy computes with its own weights, and its `reset` does not reset the graphs."""
     (module,) = layers(1)
     (graph,) = graphs([module], [((sample(),), {})], DELAYED)
     _replaced(graph)
@@ -240,7 +240,7 @@ def test_deep_copies_run_eagerly() -> None:
 
 
 def test_hooks_of_the_capture_run_around_it_alone() -> None:
-    """They may exchange parameters, as shards are, and are not replayed."""
+    """They may replace parameters, such as a shard by the whole weight; replays do not run them."""
     module = nn.Linear(32, 8)
     shard, whole = module.weight, nn.Parameter(torch.full_like(module.weight, 2.0))
     calls = []
@@ -264,7 +264,7 @@ def test_hooks_of_the_capture_run_around_it_alone() -> None:
     assert calls == [*names, ("after backward", 3)] * 3, "two warm-ups and the capture"
     assert module.weight is shard
     x = sample()
-    module.weight = whole  # what is replayed here reads it anew; a graph has its address
+    module.weight = whole  # emulated replays use the current weight, CUDA graphs its address
     graph(x).sum().backward()
     assert len(calls) == 12
     assert shard.grad is None

@@ -31,7 +31,7 @@ def _repeatable(monkeypatch):
 
 
 def run_model(model, recipe: str, parts, cached: bool = False) -> list[torch.Tensor]:
-    """Steps of micro-batches with plain gradient descent."""
+    """Run steps of two micro-batches, with plain gradient descent."""
     generator = torch.Generator("cuda").manual_seed(5)
     losses = []
     for _ in range(STEPS):
@@ -125,7 +125,7 @@ def test_without_an_autocast_around_calls() -> None:
 
 @pytest.mark.gpu
 def test_pipeline_order() -> None:
-    """Two chunks, two micro-batches in flight."""
+    """The model has two chunks, and two micro-batches run before the first backward."""
     torch.manual_seed(0)
     eager = nn.ModuleList(te.Linear(HIDDEN, HIDDEN) for _ in range(2))
     graphed = copy.deepcopy(eager)
@@ -148,7 +148,6 @@ def test_pipeline_order() -> None:
                 outs = [second[i](first[i](xs[i])).sum() for i in range(2)]
             for out in outs:
                 out.backward()
-        # A step of the other model ends what this one has begun, so states are compared as copies.
         found.append([*(x.grad for x in xs), *(t.clone() for t in everything(model))])
         found[-1] += [p.grad for p in model.parameters()]
         for x in xs:
@@ -226,7 +225,7 @@ def test_statistics_of_graphed_modules(tmp_path: Path) -> None:
 
 
 class Reads(nn.Module):
-    """Waits for the device."""
+    """Reads a value on the host, which waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +273,7 @@ def test_on_the_cpu_callables_stay_as_they_are() -> None:
 
 @pytest.mark.gpu
 def test_containers_and_reset() -> None:
-    """A container with cached weights replays as it runs eagerly; `reset` frees the graphs."""
+    """Replays of a container with cached weights equal eager calls; `reset` frees the graphs."""
     eager = nn.ModuleList(layer(i) for i in range(2))
     wrapped = nn.ModuleList(nn.Sequential(one) for one in copy.deepcopy(eager))
     torch.cuda.synchronize()
@@ -298,7 +297,7 @@ def test_containers_and_reset() -> None:
 
 
 class Experts(te.GroupedLinear):
-    """A `GroupedLinear` whose parts have equal numbers of rows, called as layers are."""
+    """A `GroupedLinear` whose GEMMs have equally many rows; it is called like other layers."""
 
     def forward(self, x, is_first_microbatch=None):
         rows = x.numel() // x.shape[-1] // self.num_gemms
@@ -351,7 +350,7 @@ def test_arguments_that_contradict_each_other() -> None:
 
 @pytest.mark.gpu
 def test_chunks_of_several_sizes_with_fp8_in_some() -> None:
-    """As Megatron-Core captures a pipeline whose last layer stays in bf16."""
+    """Megatron-Core captures a pipeline in this way if its last layer stays in bf16."""
     torch.manual_seed(0)
     eager = nn.ModuleList(te.Linear(HIDDEN, HIDDEN) for _ in range(3))
     graphed = copy.deepcopy(eager)

@@ -1,4 +1,4 @@
-"""Inputs of graphed callables and their gradients, by graphs that are emulated on the CPU."""
+"""Inputs of graphed callables and their gradients, with graphs that the CPU emulates."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def _emulated(monkeypatch):
     emulate(monkeypatch)
 
 
-TO_INPUT = {  # rows of a leaf, and what makes an input of it
+TO_INPUT = {  # rows of a leaf, and the function that makes an input from it
     "leaf": (16, lambda p: p),
     "view": (16, lambda p: p.view(16, 32)),
     "sum": (16, lambda p: torch.ones(16, 32) + p),

@@ -1,4 +1,4 @@
-"""`is_first_microbatch` of a graphed callable reaches the layers in it, whatever they are in."""
+"""`is_first_microbatch` of a graphed callable reaches its layers through any container."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ import transformer_engine.pytorch as te
 
 
 class OwnFlag(te.Linear):
-    """Decides itself which micro-batch it is, as Megatron's layers do."""
+    """Passes `is_first_microbatch` itself, as Megatron's layers do."""
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         return super().forward(inp, is_first_microbatch=True)
 
 
 class PassesAll(nn.Module):
-    """Takes any keyword and knows none."""
+    """Has `**kwargs` in the signature of its `forward`, but must not get any."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ CONTAINERS = {
 
 
 class Rows(nn.Module):
-    """Gives each part of a `GroupedLinear` half of the rows."""
+    """Gives each of the two GEMMs of a `GroupedLinear` half of the rows."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 def test_on_the_cpu_containers_hand_on_which_micro_batch_it_is(make) -> None:
-    """A script that graphs a container with cached weights runs on a laptop, too."""
+    """A script that graphs a container with cached weights also runs without a GPU."""
     model, x = make(), torch.ones(32, 16)
     with pytest.warns(UserWarning, match="CUDA graphs need samples"):
         graphed = te.make_graphed_callables(model, (x,), fp8_enabled=True, fp8_weight_caching=True)

@@ -1,4 +1,4 @@
-"""What trainers call that capture graphs themselves: scaling state saved, restored in place."""
+"""Functions for trainers that capture graphs themselves: saving and restoring scaling state."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_a_trainer_announces_its_captures() -> None:
 
 @pytest.mark.gpu
 def test_a_forward_that_a_trainer_captures() -> None:
-    """As Megatron-Core does: warm up, capture, restore; replays go on from the saved scales."""
+    """Megatron-Core warms up, captures and restores; replays start from the saved scales."""
     own, other, x = layer(), layer(), batch()
 
     def forward(part: nn.Module) -> torch.Tensor:
