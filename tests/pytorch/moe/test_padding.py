@@ -1,4 +1,4 @@
-"""Tokens in the order of their experts with padding, against loops that say what is meant."""
+"""Tokens sorted by expert, with padding, against loops that define the results."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ TOKENS, HIDDEN = 9, 6
 def problem(
     device: str, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens with none, one and several experts; experts with 4, 8, 0 and 5 tokens."""
+    """Tokens with no, two and three experts; experts with 4, 8, 0 and 5 tokens."""
     torch.manual_seed(0)
     mask = torch.zeros(TOKENS, 4, dtype=torch.bool, device=device)
     mask[1:5, 0] = mask[1:9, 1] = mask[4:9, 3] = True
@@ -27,7 +27,7 @@ def problem(
 def padded(
     x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, align: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Rows, weights and sizes, one expert after the other."""
+    """Return rows, weights and sizes, sorted by expert."""
 
     def each() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for e in range(mask.shape[1]):
@@ -82,7 +82,7 @@ def test_nothing_to_pad_is_the_plain_permutation(
 
 @pytest.fixture
 def _sums_in_order() -> Iterator[None]:
-    """A GPU adds a token's rows in any order otherwise."""
+    """Without this, the order in which a GPU adds the rows of a token may differ between runs."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -95,7 +95,7 @@ def _sums_in_order() -> Iterator[None]:
 def test_back_again_is_as_without_padding(
     dtype: torch.dtype, align: int, weighted: bool, device: str
 ) -> None:
-    """What stands in rows of padding, NaN even, is not read; their gradients are zero."""
+    """Rows of padding are not read, even if they are NaN; their gradients are zero."""
     x, mask, probs = problem(device, dtype)
     merging = probs if weighted else None
     rows, _, row_id_map, offsets, sizes = moe_permute_and_pad_with_probs(

@@ -1,4 +1,4 @@
-"""Tokens in the order of their experts and back, against loops that say what is meant."""
+"""Tokens sorted by expert, and back, against loops that define the results."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ TOKENS, EXPERTS, HIDDEN = 9, 4, 6
 
 
 def problem(device="cpu", dtype=torch.float32):
-    """Tokens with none, one and several experts; an expert without tokens."""
+    """Tokens with different numbers of experts, one without any; an expert without tokens."""
     torch.manual_seed(0)
     mask = torch.rand(TOKENS, EXPERTS, device=device) > 0.5
     mask[0], mask[1], mask[:, 2] = False, True, False
@@ -66,7 +66,7 @@ def test_back_again_with_gradients(weighted, device):
     upstream = torch.randn(TOKENS, HIDDEN, device=device)
     inputs = (x, probs) if weighted else (x,)
     factors = mask * probs if weighted else mask.float()
-    # A layer of experts that multiplies by 2, 3, ...
+    # The experts multiply their rows by 2, 3, ...
     layer = torch.tensor([e + 2.0 for e, _ in pairs(mask)], device=device)
     merged = moe_unpermute(rows * layer[:, None], row_id_map, probs if weighted else None, x.shape)
     expected = x * (factors * torch.arange(2.0, 2 + EXPERTS, device=device)).sum(1, keepdim=True)
@@ -96,7 +96,7 @@ def test_sums_are_in_fp32(device):
 
 @pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_in_bf16_round_once(probs_dtype, device):
-    """Against fp64: of the merge, gradients of rows and of weights, and of the copies."""
+    """Merged tokens, and the gradients of rows, weights and tokens, against fp64."""
     hidden, ulp = 512, 2.0**-7
     torch.manual_seed(2)
     mask = torch.rand(TOKENS, EXPERTS, device=device) > 0.3
@@ -126,7 +126,7 @@ def test_gradients_in_bf16_round_once(probs_dtype, device):
         (x_grad, expected_x),
         *zip(grads, expected, strict=True),
     ):
-        # Half a unit in the last place, and what sums in fp32 lose before that.
+        # Half a unit in the last place of bf16, and the rounding errors of sums in fp32.
         bound = wanted.abs() * ulp / 2 + 1e-4
         assert ((value.double() - wanted).abs() <= bound).all(), (value, wanted)
 

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, against a definition that goes token by token."""
+"""Routing of tokens to experts, against a definition for one token at a time."""
 
 import math
 
@@ -93,7 +93,7 @@ def test_choice_and_weights(case: dict, topk: int, device: str) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients(case: dict) -> None:
-    """Small steps change the weights as the gradient says, while the choice stays."""
+    """Gradients agree with finite differences, in which the choice of experts stays the same."""
     logits = torch.linspace(-2, 2, EXPERTS).roll(3).repeat(2, 1).requires_grad_()
 
     def loss(values: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_scores_and_balance(function: str, device: str) -> None:
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_indices_and_maps(kind: torch.dtype, device: str) -> None:
-    """Experts as indices, which `moe_permute` takes, and as bits."""
+    """The chosen experts as indices, which `moe_permute` takes, and as a bitmap."""
     torch.manual_seed(0)
     logits = torch.randn(TOKENS, 13, device=device, requires_grad=True)
     case = (logits, 3, False, None, None, 2.0, "sigmoid")
