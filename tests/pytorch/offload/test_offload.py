@@ -1,4 +1,4 @@
-"""`get_cpu_offload_context`: saved tensors wait on the host, and no bit changes."""
+"""`get_cpu_offload_context` keeps saved tensors on the host and changes no bit of the results."""
 
 import gc
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ RECIPE = DelayedScaling(amax_history_len=3)
 
 
 class Memory:
-    """Copies on the CPU: tells what was done."""
+    """Copies on the CPU, and records the calls."""
 
     def __init__(self) -> None:
         self.done = []
@@ -57,7 +57,7 @@ def model(layers: int, device: str = "cpu") -> nn.ModuleList:
 
 
 def train(layers: nn.ModuleList, wrap, steps: int = 3, fp8: bool = True) -> list[torch.Tensor]:
-    """`wrap` gives a context and what is called after each layer."""
+    """Train; `wrap` is a context and the function that is called after each layer."""
     torch.manual_seed(1)
     found = []
     for _ in range(steps):
@@ -89,7 +89,7 @@ def test_no_bit_changes(number: int, weights: bool, fp8: bool) -> None:
     gc.collect()
     assert memory.alive == 0
     outs, backs = memory.done.count("out"), memory.done.count("back")
-    # The last layer's are needed at once; the first step does not know yet which that is.
+    # Tensors of the last layer are needed at once. The first step does not know the last layer yet.
     assert outs == (3 * number if number < 5 else 5 + 4 + 4)
     assert backs == (3 * number if number < 5 else 12)
 
@@ -123,7 +123,7 @@ def test_what_is_offloaded(activations: bool, weights: bool) -> None:
                 y = layer(y)
             offload.synchronize()
     codes = 2 * 32 * 64
-    others = 4 * 16 * (32 + 64 + 64) // 2  # at least half of what is kept of activations
+    others = 4 * 16 * (32 + 64 + 64) // 2  # at least half of the bytes of saved activations
     assert (memory.alive >= codes) if weights else (memory.alive < codes or activations)
     assert (memory.alive >= others) if activations else memory.alive == codes
     y.sum().backward()
@@ -203,7 +203,7 @@ def test_views_share_one_copy() -> None:
 
 @pytest.mark.parametrize("part", [torch.conj, lambda y: y.conj().imag], ids=["conj", "neg"])
 def test_bits_beside_the_memory(part) -> None:
-    """Conjugates and negatives are views, of which only a bit of the tensor tells."""
+    """Conjugates and negatives are views that differ from their base only by a flag."""
     offload = Offload(1, 2, True, True, Memory())
     x = torch.randn(4, 32, dtype=torch.complex64, requires_grad=True)
     found = []
@@ -245,7 +245,7 @@ def test_marked_tensors_stay() -> None:
 
 
 def test_parameters_stay() -> None:
-    """Of which `nn.Linear` saves a view."""
+    """`nn.Linear` saves a view of its weight."""
     memory = Memory()
     offload = Offload(1, 2, True, True, memory)
     x, layer = torch.randn(4, 32, requires_grad=True), nn.Linear(32, 32)
@@ -264,7 +264,7 @@ def test_on_the_cpu_nothing_happens(monkeypatch) -> None:
 
 
 def test_a_context_says_whether_it_is_open() -> None:
-    """As Megatron-Core asks, also within an error."""
+    """Megatron-Core reads `inside_context`, which an error must also reset."""
     context = Offload(1, 2, True, True, Memory())
     assert context.inside_context is False
     for error in (None, RuntimeError):

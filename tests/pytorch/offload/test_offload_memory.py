@@ -1,4 +1,4 @@
-"""What offloaded layers leave on the device: nothing but weights and what is very small."""
+"""Offloaded layers leave only weights and very small tensors on the device."""
 
 import gc
 from collections import Counter
@@ -25,7 +25,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
 
 
 class Counted:
-    """Copies on the CPU, which keep nothing."""
+    """Returns empty tensors in place of copies."""
 
     def takes(self, x: torch.Tensor) -> bool:
         return True
@@ -40,7 +40,8 @@ class Counted:
         pass
 
 
-@pytest.mark.sampled_on_cpu("TransformerLayer", "Linear-delayed")  # the first has the others inside
+# A TransformerLayer contains the other modules.
+@pytest.mark.sampled_on_cpu("TransformerLayer", "Linear-delayed")
 @pytest.mark.parametrize("recipe", ["high precision", "delayed", "current"])
 @pytest.mark.parametrize("name", MODULES)
 def test_what_stays_is_small_or_a_weight(name: str, recipe: str) -> None:
@@ -66,20 +67,20 @@ def test_what_stays_is_small_or_a_weight(name: str, recipe: str) -> None:
 
 
 def requested() -> Counter[int]:
-    """How many tensors of which sizes there are, without what the allocator adds to them."""
+    """Count allocated blocks by their requested size, which the allocator may have rounded up."""
     blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
     return Counter(b["requested_size"] for b in blocks if b["state"] == "active_allocated")
 
 
 def left_behind(modules: list[nn.Module], recipe: str, offloaded: int) -> Counter[int]:
-    """The sizes of what a forward leaves."""
+    """Count the blocks that a forward leaves on the device, by size."""
     context, synchronize = te.get_cpu_offload_context(
         offloaded > 0, max(offloaded, 1), True, False, model_layers=len(modules)
     )
     gc.collect()
     before = requested()
     x = torch.randn(128, HIDDEN, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    # So that the first layer, too, keeps its weight for the gradient; a leaf itself would stay.
+    # Needs a gradient, so that the first layer saves its weight, too. Autograd would keep a leaf.
     x = x + torch.zeros((), dtype=x.dtype, device="cuda", requires_grad=True)
     for module in modules:
         with scope(recipe), context:
@@ -98,16 +99,16 @@ def left_behind(modules: list[nn.Module], recipe: str, offloaded: int) -> Counte
 @pytest.mark.parametrize("recipe", ["high precision", "delayed", "current"])
 @pytest.mark.parametrize("name", MODULES)
 def test_offloaded_layers_leave_their_weights(name: str, recipe: str) -> None:
-    """As many layers, all offloaded but the last, take the memory of one and their FP8 weights."""
+    """Layers that are offloaded, all but the last, take the memory of one and their FP8 weights."""
     modules = [MODULES[name](device="cuda", params_dtype=torch.bfloat16) for _ in range(LAYERS)]
-    left_behind(modules, recipe, LAYERS - 1)  # workspaces, scales, pinned memory
+    left_behind(modules, recipe, LAYERS - 1)  # allocates workspaces, scales and pinned memory
     one = left_behind(modules[:1], recipe, 0)
     offloaded = left_behind(modules, recipe, LAYERS - 1)
     offloaded.subtract(one)
     parameters = sum(
         p.numel() for m in modules[1:] for k, p in m.named_parameters() if "weight" in k
     )
-    weights = 0 if recipe == "high precision" else 2 * parameters  # codes, of either side
+    weights = 0 if recipe == "high precision" else 2 * parameters  # row-wise and column-wise codes
     left = sum(size * count for size, count in offloaded.items()) - weights
     sizes = {size: count for size, count in offloaded.items() if count and size >= 4096}
     assert left < 0.1 * MIB, f"{left / MIB:.2f} MiB beside weights; sizes and counts: {sizes}"
