@@ -54,7 +54,7 @@ def test_it_is_the_module_in_fp8(device: str) -> None:
     module = te.GroupedLinear(GROUPS, HIDDEN, FFN, device=device)
     operation = ops.GroupedLinear(GROUPS, HIDDEN, FFN, device="meta", dtype=torch.float32)
     assert isinstance(operation, ops.FusibleOperation)
-    for name, parameter in module.named_parameters():  # as programs do that share parameters
+    for name, parameter in module.named_parameters():  # as programs that share parameters do
         setattr(operation, name, parameter)
     x = torch.randn(48, HIDDEN, device=device)
     te.gemm_report(reset=True)

@@ -1,4 +1,4 @@
-"""Operations as modules: against torch, and a sequence of them against the fused module."""
+"""Operations against torch, and a sequence of operations against the fused module."""
 
 import copy
 
@@ -52,7 +52,7 @@ def test_activations(name: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_glu_computes_in_fp32_and_rounds_once(dtype: torch.dtype, device: str) -> None:
-    """Gates whose sigmoid is 1 in 16 bits have gradients, too."""
+    """Gates have gradients even if their sigmoid rounds to 1 in 16 bits."""
     gate = torch.linspace(-10, 10, 41)
     x = torch.stack([gate, torch.full_like(gate, 3.0)], 1).to(dtype)
     leaf, exact = (y.to(device, copy=True).requires_grad_() for y in (x, x.double()))
@@ -81,7 +81,7 @@ def test_basic_linear_is_a_linear_without_bias(device: str) -> None:
     assert isinstance(module, ops.FusibleOperation) and isinstance(module, te.Linear)
     assert list(module.state_dict()) == ["weight", "_extra_state"]
     bound = 1 / 32**0.5
-    assert 0.9 * bound < module.weight.abs().max().item() <= bound  # starts as torch's does
+    assert 0.9 * bound < module.weight.abs().max().item() <= bound  # initialised as in `nn.Linear`
     reference = te.Linear(32, 48, bias=False, device=device)
     reference.load_state_dict(module.state_dict())
     x = torch.randn(16, 32, device=device)
@@ -90,7 +90,7 @@ def test_basic_linear_is_a_linear_without_bias(device: str) -> None:
 
 
 def test_weights_may_be_assigned(device: str) -> None:
-    """As Megatron does: the operation is made on meta, and is given the weight of another."""
+    """Megatron makes operations on the meta device and assigns the parameters of a module."""
     linear = te.Linear(32, 48, device=device)
     sequence = ops.Sequential(
         ops.BasicLinear(32, 48, device="meta", dtype=torch.float32),
@@ -105,7 +105,7 @@ def test_weights_may_be_assigned(device: str) -> None:
 
 
 def test_a_sequence_is_the_fused_module(device: str) -> None:
-    """With current scaling, which rounds norms and activations to their dtype first."""
+    """Under current scaling, the fused module also rounds norms and activations to their dtype."""
     fused = te.LayerNormMLP(32, 64, activation="swiglu", device=device)
     sequence = ops.Sequential(
         ops.LayerNorm(32, eps=1e-5, device=device),

@@ -1,4 +1,4 @@
-"""Collectives as operations, and products that two ranks share, beside one process."""
+"""Collectives as operations, and linear layers that two ranks share, against one process."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from transformer_engine.pytorch import ops
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """Of each rank."""
+    """The outcomes of each rank."""
     return run_ranks(2, outcomes, backend=request.param)
 
 

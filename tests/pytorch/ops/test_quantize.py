@@ -30,7 +30,7 @@ KINDS = {
 
 
 def cast(name: str, x: torch.Tensor, gradient: bool) -> torch.Tensor:
-    """The values after the first cast of a recipe."""
+    """The values of `x` after the first cast under a recipe."""
     format = te.DType.kFloat8E4M3
     if gradient and name != "block":
         format = te.DType.kFloat8E5M2
@@ -81,9 +81,9 @@ def test_outside_of_an_autocast_it_is_the_identity(device: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_operations_behind_it_read_the_values_of_the_codes(name: str, device: str) -> None:
-    """The documented way to share a cast among sequences; the second cast changes no value.
+    """This is the documented way to share a cast among sequences.
 
-    But under delayed scaling, where it has a scale of its own.
+    The second cast changes no value, except under delayed scaling, where it has its own scale.
     """
     torch.manual_seed(0)
     norm = ops.Sequential(
@@ -118,7 +118,7 @@ def test_delayed_scaling_follows_the_tensor_and_its_gradient(device: str) -> Non
     other.load_state_dict(module.state_dict())
     assert torch.equal(other.scaling["forward"].scale, module.scaling["forward"].scale.cpu())
     with torch.no_grad(), te.autocast(recipe=DelayedScaling(amax_history_len=1)):
-        module(1e4 * x)  # evaluation leaves no trace
+        module(1e4 * x)  # evaluation does not change the scale
     assert module.scaling["forward"].scale[0].item() == pytest.approx(448 / 100)
 
 
@@ -161,9 +161,8 @@ def test_recomputes_change_no_bit(name: str, checkpoint, device: str) -> None:
         assert_bitwise(one, other)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # where a graph ends
+# torch gives this warning at graph breaks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("name", ["delayed", "block"])
 def test_compiled_code_reads_the_same_values(name: str) -> None:
     def run(compiled: bool) -> list[torch.Tensor]:
@@ -187,7 +186,7 @@ def test_compiled_code_reads_the_same_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_adapter_reads_what_the_frozen_product_reads(name: str, device: str) -> None:
-    """As adapters of low rank are built: its branch is in high precision and adds in place."""
+    """Low-rank adapters are built like this: they compute in high precision and add in place."""
     torch.manual_seed(0)
     linear = ops.Linear(32, 48, device=device)
     alike = copy.deepcopy(linear)

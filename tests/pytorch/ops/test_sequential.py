@@ -1,4 +1,4 @@
-"""`Sequential`: tensors that leave it and join it, its list, and compiled code."""
+"""`Sequential`: extra inputs and outputs, the methods of a list, and compiled code."""
 
 import warnings
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from transformer_engine.pytorch import ops
 
 
 class Two(ops.FusibleOperation):
-    """Takes two tensors and returns two, beside its input and its result."""
+    """Has two extra inputs and two extra outputs."""
 
     num_extra_inputs = num_extra_outputs = 2
 
@@ -53,7 +53,7 @@ def test_a_sum_in_place_is_in_the_memory_of_the_extra_input(device: str) -> None
 
 
 def test_a_residual_from_one_sequence_to_another(device: str) -> None:
-    """The example of the documentation of this interface, in FP8."""
+    """A sequence returns the residual, and the next one adds it; in FP8."""
     first = ops.Sequential(
         ops.LayerNorm(32, device=device),
         ops.MakeExtraOutput(),
@@ -139,7 +139,7 @@ def test_extra_inputs_that_are_refused(extra, in_place, error, text) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_compiled(fp8: bool) -> None:
-    """One graph of all simple operations, with the results and the gradients of eager code."""
+    """The sequence compiles to one graph, with the results and gradients of eager code."""
     sequence = ops.Sequential(
         ops.LayerNorm(32, device="cpu"),
         ops.Identity(),
@@ -156,7 +156,7 @@ def test_compiled(fp8: bool) -> None:
         ops.Bias(64, device="cpu"),
         ops.ScaledSwiGLU(),
     )
-    if not fp8:  # its casts leave the graph
+    if not fp8:  # the casts of `Quantize` break the graph
         sequence.append(ops.Quantize(backward=True))
     inputs = [torch.randn(16, 32), torch.randn(16, 32), torch.rand(4, 4)]
 

@@ -1,4 +1,4 @@
-"""Operations of one tensor against torch in fp64: results, gradients, dtypes, refusals."""
+"""Simple operations against torch in fp64: results, gradients, dtypes and errors."""
 
 import copy
 import math
@@ -104,7 +104,7 @@ def test_scaled_swiglu(dtype: torch.dtype, block: int | None, device: str) -> No
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(bias: bool, device: str) -> None:
-    """The start of torch's weight, zeros of the bias; the results of `te.Linear`."""
+    """The weight starts like torch's, the bias with zeros; the results are those of `te.Linear`."""
     torch.manual_seed(0)
     module = ops.Linear(32, 48, bias=bias, device=device)
     assert isinstance(module, ops.FusibleOperation)
@@ -149,7 +149,7 @@ def test_linear_is_its_two_parts(device: str) -> None:
 
 
 def test_weights_of_a_linear_may_be_assigned(device: str) -> None:
-    """As programs do that build operations on meta; no bias is None."""
+    """Programs build operations on the meta device and assign weights; a missing bias is None."""
     other = te.Linear(32, 48, bias=False, device=device)
     module = ops.Linear(32, 48, bias=False, device="meta", dtype=torch.float32)
     module.weight, module.bias = other.weight, None
@@ -199,7 +199,7 @@ def test_refusals(run: Callable[[], object], error: type[Exception], text: str) 
 
 @pytest.mark.parametrize("make", [ops.GELU, ops.SwiGLU, lambda: te.Linear(32, 32)])
 def test_gradients_of_gradients_are_an_error_in_words(make, device: str) -> None:
-    """Of the second backward; the first one may keep its graph."""
+    """The second backward raises the error; the first one may keep its graph."""
     x = torch.randn(16, 32, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(make().to(device)(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
