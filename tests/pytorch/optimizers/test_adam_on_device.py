@@ -1,4 +1,4 @@
-"""`FusedAdam(capturable=True)`: torch's steps to rounding, with nothing of the host."""
+"""`FusedAdam(capturable=True)` takes torch's steps, up to rounding, without the host."""
 
 import copy
 
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
 from transformer_engine.pytorch.optimizers import FusedAdam, clip_factor
 
 SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
-# Less than an access, a scalar, none, several blocks, and what is no multiple of an access.
+# Less than an access of four values, no values, several blocks, and no multiple of an access.
 SHAPES = [(5, 7), (3,), (), (0, 4), (16, 1024), (4099,)]
 
 
@@ -60,7 +60,7 @@ def test_fp32_parameters(adam_w_mode, betas, device):
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_without_moments_of_earlier_steps(capturable, device):
-    """A small gradient behind a large one."""
+    """If both betas are 0, moments do not depend on the large gradient of the step before."""
     parameter = nn.Parameter(torch.ones(2, device=device))
     optimizer = FusedAdam([parameter], betas=(0.0, 0.0), capturable=capturable)
     for gradient in (100.0, 1e-3):
@@ -74,7 +74,7 @@ def test_without_moments_of_earlier_steps(capturable, device):
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("betas", [(0.8, 0.9), (0.0, 0.5)])
 def test_without_bias_correction(capturable, betas, device):
-    """By the definition, and by copies and other groups of the optimizer."""
+    """Steps follow the definition, also those of copies; other values in groups are refused."""
     own = nn.Parameter(torch.randn(5, 7, device=device))
     optimizer = FusedAdam(
         [own], **{**SETTINGS, "betas": betas}, bias_correction=False, capturable=capturable
@@ -133,7 +133,7 @@ def test_gradients_of_several_dtypes(device):
     for p, dtype in zip(own, [torch.bfloat16, torch.float16, torch.float32] * 2, strict=True):
         p.decoupled_grad = torch.ones_like(p).to(dtype)
     before = [p.detach().clone() for p in own]
-    FusedAdam(own, lr=0.5, capturable=True, use_decoupled_grad=True).step()  # by one rate
+    FusedAdam(own, lr=0.5, capturable=True, use_decoupled_grad=True).step()  # by the learning rate
     for p, start in zip(own, before, strict=True):
         torch.testing.assert_close(p.detach(), start - 0.5)
 
@@ -211,7 +211,7 @@ def test_clipping_takes_no_pass(capturable, device):
 
 
 def test_resumed_runs_take_the_same_steps(device):
-    """Also where the host has counted before."""
+    """Also if the saved number of steps is an int, as without `capturable`."""
     own = parameters(device, torch.bfloat16)
     optimizer = FusedAdam(own, master_weights=True, capturable=True, **SETTINGS)
     train(optimizer, own)
@@ -228,7 +228,7 @@ def test_resumed_runs_take_the_same_steps(device):
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_fp32_parameters_follow_their_masters(capturable, device):
-    """Which they have since their model was in bf16."""
+    """They have masters because the model was in bf16 before."""
     own = nn.Linear(16, 1, bias=False).to(device, torch.bfloat16)
     optimizer = FusedAdam(own.parameters(), lr=0.1, master_weights=True, capturable=capturable)
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_fp32_parameters_follow_their_masters(capturable, device):
 
 
 def test_written_tensors_count_their_writes():
-    """Which autograd and caches of transposes look at."""
+    """Autograd and caches of transposed codes compare version counters."""
     own = parameters()
     give_gradients(own, torch.Generator())
     before = own[0]._version
@@ -264,7 +264,7 @@ def test_lists_that_do_not_fit():
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_steps_are_counted_in_fp32(capturable, device, default_dtype):
-    """Whatever torch's default dtype is; in bf16, 301 would be 302."""
+    """Whatever torch's default dtype is; in bf16, 301 would be 300."""
     values = torch.randn(8, dtype=torch.float32).to(device)
 
     def stepped():
@@ -284,7 +284,7 @@ def test_steps_are_counted_in_fp32(capturable, device, default_dtype):
 
 @pytest.mark.gpu
 def test_captured_steps_are_eager_steps():
-    """With a learning rate and a factor that change between replays."""
+    """The learning rate and the factor of the gradients change between replays."""
     ours, theirs = (parameters("cuda", torch.bfloat16) for _ in range(2))
     rate = torch.tensor(0.1, device="cuda")
     optimizers = [
@@ -307,7 +307,7 @@ def test_captured_steps_are_eager_steps():
 
 
 def test_groups_without_parameters_count_their_steps(device):
-    """As on ranks that have none of a group; others load its number of steps."""
+    """A rank may have no parameters of a group. Other ranks may load its number of steps."""
     own = parameters(device)[:1]
     optimizer = FusedAdam([{"params": own}, {"params": []}], capturable=True)
     train(optimizer, own)

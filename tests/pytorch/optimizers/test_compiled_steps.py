@@ -41,7 +41,7 @@ CALLS: list[str] = []
 
 
 class Counting(FusedAdam):
-    """Does something of its own in a step, as a trainer's subclass may."""
+    """Runs its own code in `step`, as subclasses of trainers may."""
 
     def step(self, *arguments, **more):
         CALLS.append("step")

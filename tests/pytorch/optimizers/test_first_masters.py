@@ -1,4 +1,4 @@
-"""The masters that FusedAdam starts with: FP8 weights before the cast, or as they are."""
+"""FusedAdam's first masters: the values before the cast to FP8, or those of written weights."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def made(recipe: str, device: str) -> te.Linear:
 
 
 def first_master(layer: te.Linear) -> torch.Tensor:
-    """What a step leaves that changes nothing."""
+    """The master after a step that changes no value."""
     optimizer = FusedAdam(layer.parameters(), lr=0.0, master_weights=True)
     layer.weight.grad = torch.zeros(layer.weight.shape, device=layer.weight.device)
     optimizer.step()

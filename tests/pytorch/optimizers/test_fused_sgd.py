@@ -1,4 +1,4 @@
-"""`FusedSGD` steps with the kernels that its parameters allow."""
+"""`FusedSGD` uses torch's fused kernel only for parameters that the kernel steps correctly."""
 
 import copy
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.optimizers import FusedSGD
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sgd_steps_all_of_a_parameter(dtype, device):
-    """As many elements as the vectors of a processor."""
+    """On a CPU, torch's fused kernel does not step vectors of 16-bit values."""
     parameter = nn.Parameter(torch.ones(64, dtype=dtype, device=device))
     parameter.grad = torch.ones_like(parameter)
     FusedSGD([parameter], lr=0.5).step()
@@ -20,7 +20,7 @@ def test_sgd_steps_all_of_a_parameter(dtype, device):
 
 
 def test_a_loaded_state_does_not_choose_the_kernel(device):
-    """Here that of fp32 parameters, for which the fused kernel is right."""
+    """The state is that of fp32 parameters, which the fused kernel steps correctly."""
     full, half = (nn.Parameter(torch.ones(64, device=device)) for _ in range(2))
     half = nn.Parameter(half.detach().bfloat16())
     optimizers = [FusedSGD([parameter], lr=0.5) for parameter in (full, half)]
@@ -34,7 +34,7 @@ def test_a_loaded_state_does_not_choose_the_kernel(device):
     "conversion", [{"dtype": torch.bfloat16}, {"memory_format": torch.channels_last}]
 )
 def test_modules_are_converted_behind_the_optimizer(conversion, device):
-    """And have parameters then that the fused kernel does not step, or not on each device."""
+    """The fused kernel does not step the new parameters, or not on every device."""
     layer = nn.Conv2d(4, 4, 4, bias=False, device=device)
     optimizer = FusedSGD(layer.parameters(), lr=0.5)
     layer.to(**conversion)
@@ -51,7 +51,7 @@ def test_modules_are_converted_behind_the_optimizer(conversion, device):
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_first_gradients_may_come_late(dtype, dampening, device):
-    """The first momentum is the gradient itself, whenever it comes."""
+    """The first momentum is the first gradient, even if other parameters had theirs earlier."""
     settings = {"lr": 0.1, "momentum": 0.5, "dampening": dampening, "weight_decay": 0.1}
     results = []
     for kind in (FusedSGD, torch.optim.SGD):
@@ -71,7 +71,7 @@ def test_first_gradients_may_come_late(dtype, dampening, device):
 
 
 def test_a_state_of_torch_and_a_grad_scaler(device):
-    """Whose factor only the fused kernel takes."""
+    """Only the fused kernel takes the factor of a `GradScaler`."""
     parameter = nn.Parameter(torch.ones(64, device=device))
     other = torch.optim.SGD([nn.Parameter(torch.ones(64, device=device))], lr=0.5)
     optimizer = FusedSGD([parameter], lr=0.5)
@@ -84,7 +84,7 @@ def test_a_state_of_torch_and_a_grad_scaler(device):
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_a_first_step_that_a_grad_scaler_skips(dampening, device):
-    """It leaves no momentum; torch's optimizer leaves whatever the memory held."""
+    """It leaves no momentum. torch's optimizer leaves uninitialised memory."""
     first, second = (nn.Parameter(torch.ones(64, device=device)) for _ in range(2))
     optimizer = FusedSGD([first], lr=0.5, momentum=0.5, dampening=dampening)
     scaler = torch.amp.GradScaler(device, init_scale=4.0)

@@ -1,4 +1,4 @@
-"""`FusedAdam` under `torch.amp.GradScaler`: unscaled in the step, skipped where one overflows."""
+"""`FusedAdam` under `torch.amp.GradScaler` unscales gradients and skips steps that overflow."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(5, 7), (16, 1024), (4099,)]
-OVERFLOWS = (0, 5)  # of nine steps; the scale grows thrice
+OVERFLOWS = (0, 5)  # of nine steps, in which the scale grows three times
 
 
 def parameters(device, dtype=torch.float32):
@@ -63,7 +63,7 @@ def by_optimizer(scaler, optimizer):
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize(("adam_w_mode", "clip"), [(True, None), (False, None), (True, 2.0)])
 def test_as_optimizers_of_torch(adam_w_mode, clip, capturable, step, device):
-    """Weights, skipped steps and scales; with gradients that are unscaled before, too."""
+    """Weights, skipped steps and scales are equal, also after `unscale_` and clipping."""
     ours, theirs = parameters(device), parameters(device)
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     reference = kind(theirs, fused=True, **SETTINGS)
@@ -81,7 +81,7 @@ def test_as_optimizers_of_torch(adam_w_mode, clip, capturable, step, device):
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("bias_correction", [False, True])
 def test_fp16_gradients_of_masters(bias_correction, capturable, step, device):
-    """Which follow fp32 parameters with the same gradients."""
+    """The masters equal fp32 parameters that are stepped with the same gradients."""
     own, wide = parameters(device, torch.float16), parameters(device, torch.float16)
     wide = [nn.Parameter(p.detach().float()) for p in wide]
     settings = {**SETTINGS, "bias_correction": bias_correction, "capturable": capturable}
@@ -135,7 +135,7 @@ def test_an_overflow_changes_nothing(dtype, masters, capturable, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling, DelayedScaling, Float8BlockScaling])
 def test_an_overflow_leaves_fp8_weights(recipe, dtype, capturable, device):
-    """From the first step on, with masters that begin at the codes."""
+    """Also in the first step, whose masters are the dequantised weights."""
     with te.fp8_model_init(recipe=recipe()):
         own = list(te.LayerNormMLP(64, 144, params_dtype=dtype, device=device).parameters())
     optimizer = FusedAdam(own, master_weights=True, capturable=capturable, **SETTINGS)
@@ -174,7 +174,7 @@ def test_the_host_waits_without_capturable_alone(step, device):
 
 
 def test_the_spelling_of_the_optimizer(device):
-    """Hooks run once, and the step that a learning rate scheduler has put there stays."""
+    """`step(grad_scaler=...)` runs hooks once and keeps the `step` that a scheduler has set."""
     own = parameters(device)
     optimizer, calls = FusedAdam(own, lr=0.5, eps=0.0), []
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
@@ -214,7 +214,7 @@ def test_what_is_refused(device):
         FusedAdam([own]).step(lambda: None, scaler_on(device))
     with pytest.raises(NotImplementedError, match=r"^\[FusedAdam\] expected gradients in param"):
         scaler_on(device).step(optimizer := FusedAdam([own], use_decoupled_grad=True))
-    optimizer.step()  # without the scaler
+    optimizer.step()  # no error without the scaler
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -1,4 +1,4 @@
-"""Optimizers and lists of tensors: torch's results where torch has the same."""
+"""Optimizers and functions of lists of tensors, against torch where torch has them."""
 
 import copy
 import pickle
@@ -49,7 +49,7 @@ def test_fp32_parameters_take_the_steps_of_torch(adam_w_mode, device):
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters_are_computed_in_fp32(dtype, masters, device):
-    """With masters they follow fp32 parameters; without, each step starts from what was rounded."""
+    """Masters equal fp32 parameters; without masters, each step starts from rounded values."""
     own = parameters(device, dtype)
     wide = [nn.Parameter(p.detach().float()) for p in own]
     optimizer = FusedAdam(own, master_weights=masters, **SETTINGS)
@@ -137,7 +137,7 @@ def test_resumed_runs_take_the_same_steps(dtype):
 
 
 def test_states_that_programs_make_themselves():
-    """Megatron fills in the means before the first step, and counts steps in the group."""
+    """Megatron creates the moments before the first step, and counts steps in the group."""
     ours, theirs = parameters(), parameters()
     optimizer = FusedAdam(ours)
     for p in ours:
@@ -265,7 +265,7 @@ def test_scaling_tells_of_what_is_not_finite(value, device):
     multi_tensor_applier(multi_tensor_scale, found, [tensors, tensors], 0.5)
     assert found.item() == 1 and tensors[0][0] == 0.5
     multi_tensor_applier(multi_tensor_scale, found, [tensors[:1], tensors[:1]], 2.0)
-    assert found.item() == 1  # others may have set it
+    assert found.item() == 1  # it is never cleared: other calls may have set it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""`FusedAdam` with states in fewer bits: what is stored, and that steps compute in fp32."""
+"""`FusedAdam` with states of fewer bits: how they are stored, and that steps compute in fp32."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def step(optimizer, members, number: int) -> None:
 
 
 def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a state is after it was stored, from the definition."""
+    """The value of a state after it was stored, by definition."""
     if dtype is torch.bfloat16:
         return value.to(dtype).float()
     kind = torch.float8_e4m3fn if dtype is torch.uint8 else dtype
@@ -39,7 +39,7 @@ def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
 @pytest.mark.parametrize("few", [False, True])
 def test_steps_are_those_of_rounded_states(device, monkeypatch, dtype, few) -> None:
-    if few:  # each parameter by itself
+    if few:  # the states of one parameter are converted at a time
         monkeypatch.setattr(fused_adam, "_MOST_VALUES", 1)
     own, theirs = parameters(device), parameters(device)
     ours = FusedAdam(own, lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
@@ -130,7 +130,7 @@ def test_state_dicts_are_in_fp32_and_go_on(device, states) -> None:
 
 
 def test_remainders_need_masters_in_fp32(device) -> None:
-    """Megatron-Core asks for remainders in any case."""
+    """Megatron-Core always sets `store_param_remainders`."""
     (weight,) = [nn.Parameter(torch.ones(2, device=device, dtype=torch.bfloat16))]
     for more in ({}, {"master_weights": True, "master_weight_dtype": torch.float16}):
         optimizer = FusedAdam([weight], store_param_remainders=True, **more)
@@ -149,7 +149,7 @@ def test_states_are_set_in_fp32(device) -> None:
 
 
 def test_hooks_of_load_state_dict(device) -> None:
-    """The first may replace the states, also of torch's kind; the second sees those in fp32."""
+    """A pre-hook may replace states, also those of torch; a post-hook sees the states in fp32."""
     members = parameters(device, torch.bfloat16)
     theirs = torch.optim.AdamW(members)
     step(theirs, members, 0)
