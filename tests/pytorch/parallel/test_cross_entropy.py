@@ -1,4 +1,4 @@
-"""`parallel_cross_entropy` on one rank: the definition in float64, and what it refuses."""
+"""`parallel_cross_entropy` on one rank, against the definition in float64, and its errors."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def problem(device, dtype=torch.float32, shape=(3, 7), classes=50):
 
 
 def by_definition(logits, target, smoothing, reduction):
-    """Losses and gradient in float64 of the same values."""
+    """Losses and gradient, computed in float64 from the same values."""
     x = logits.detach().double().requires_grad_()
     losses = cross_entropy(
         x.flatten(0, -2), target.flatten().long(), label_smoothing=smoothing, reduction=reduction
@@ -36,7 +36,7 @@ def test_definition(dtype, smoothing, reduce, device):
     expected = by_definition(logits, target, smoothing, "mean" if reduce else "none")
     assert losses.dtype is torch.float32 and gradient.dtype is dtype
     torch.testing.assert_close(losses, expected[0].float())
-    # Of low precision both the kept gradient and the product are rounded.
+    # In low precision, the saved gradient and its product with the upstream one are both rounded.
     bounds = {} if dtype is torch.float32 else {"rtol": 0.01, "atol": 1e-4}
     torch.testing.assert_close(gradient.float(), expected[1].float(), **bounds)
 
@@ -57,7 +57,7 @@ def test_ignored_tokens_have_neither_loss_nor_gradient(device):
 
 
 def test_logits_of_minus_infinity(device):
-    """Padded vocabularies have some."""
+    """Padded vocabularies have such logits."""
     logits, target = problem(device)
     with torch.no_grad():
         logits[..., -1] = -torch.inf
@@ -75,7 +75,7 @@ def test_no_tokens(device):
 
 
 def test_only_the_gradient_is_kept():
-    """In the dtype of the logits, whose memory it takes once."""
+    """It has the dtype and the size of the logits."""
     saved = []
 
     def pack(tensor):

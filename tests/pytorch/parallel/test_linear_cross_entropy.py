@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` on one rank: the definition in float64, its memory, what it refuses."""
+"""`linear_cross_entropy` on one rank: against the definition in float64, its memory, its errors."""
 
 import weakref
 
@@ -20,7 +20,7 @@ def problem(device, dtype=torch.float32, shape=(3, 7)):
 
 
 def by_definition(hidden, weight, bias, target, upstream=None, **settings):
-    """Loss and gradients in float64 of the same values."""
+    """Loss and gradients, computed in float64 from the same values."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     logits = linear(*leaves).flatten(0, -2)
     logits = logits + (logits.to(hidden.dtype).double() - logits).detach()  # rounded, as ours are
@@ -96,7 +96,7 @@ def test_no_tokens(device):
 
 
 class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator returns."""
+    """Records the number of elements of the largest tensor that an operator returns."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class _Largest(TorchDispatchMode):
 
 
 class _Alive(TorchDispatchMode):
-    """How many tensors of a shape, but fp32 ones, were allocated at once."""
+    """Records how many tensors of a shape, except fp32 ones, were allocated at once."""
 
     def __init__(self, shape):
         super().__init__()
@@ -134,7 +134,7 @@ def test_one_chunk_has_logits_at_a_time(fp8):
     hidden, weight, _, target = projection("cpu", torch.bfloat16, (96,), 48, FEATURES)
     with _Alive((32, 48)) as alive:
         linear_cross_entropy(hidden, weight, target, chunk_tokens=32, fp8=fp8).backward()
-    assert alive.most == 1 + fp8  # and its codes
+    assert alive.most == 1 + fp8  # in FP8, also the codes of their gradients
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -176,7 +176,7 @@ def test_main_grad(announces, reduction, device):
 
 
 def test_autocast(device):
-    """As `torch.nn.functional.linear`: fp32 leaves, bf16 products, fp32 gradients."""
+    """As in `torch.nn.functional.linear`: fp32 leaves, bf16 products, and fp32 gradients."""
     hidden, weight, bias, target = problem(device)
     low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight, bias)]
     with torch.autocast(device, torch.bfloat16):
@@ -220,7 +220,7 @@ def test_compiled_with_main_grad():
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_main_grad_of_several_calls_before_a_backward(reduction, compiles):
-    """As pipelines call it, and programs that clear `main_grad` after the forward."""
+    """Pipelines do this, and some programs clear `main_grad` after the forward."""
     torch._dynamo.reset()
     call = torch.compile(linear_cross_entropy, backend="aot_eager") if compiles else None
     call = call or linear_cross_entropy

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy(fp8=True)`: its products against those of the rounded values in float64."""
+"""`linear_cross_entropy(fp8=True)`, against products of the rounded values in float64."""
 
 import pytest
 import torch
@@ -17,18 +17,18 @@ def problem(device, dtype=torch.bfloat16, shape=(3, 16)):
 
 
 def rounded(x, dtype, scale):
-    """What the codes of `x` mean, in float64."""
+    """The values of the codes of `x`, in float64."""
     return (x.float() * scale).to(dtype).double() / scale.double()
 
 
 def in_e4m3(x):
-    """With the scale of current scaling."""
+    """`x` rounded to E4M3 with the scale of current scaling."""
     x = x.detach()
     return rounded(x, E4M3, 448.0 / x.float().abs().max())
 
 
 def by_definition(hidden, weight, bias, target, factors, **settings):
-    """Losses of tokens, and gradients of their sum with these factors."""
+    """Losses of tokens, and gradients of their sum, weighted by `factors`."""
     x, w = in_e4m3(hidden).flatten(0, -2), in_e4m3(weight)
     logits = (x @ w.t() + bias.detach().double()).to(hidden.dtype).double().requires_grad_()
     target = target.flatten()
@@ -41,7 +41,7 @@ def by_definition(hidden, weight, bias, target, factors, **settings):
 
 
 def assert_near(found, expected, bound):
-    """By the norm: a value next to two codes may become either."""
+    """Compare norms, because a value in the middle of two codes may round to either."""
     error = (found.double() - expected.view_as(found)).norm()
     assert error <= bound * expected.norm(), f"{error / expected.norm():.4f} > {bound}"
 
@@ -84,7 +84,7 @@ def test_losses_of_all(reduction, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_any_number_of_tokens(reduction, device):
-    """Zeros are added, which are ignored."""
+    """The tokens are padded with zeros, which are ignored."""
     hidden, weight, _, target = problem(device)
     found = []
     for tokens in (21, 32):

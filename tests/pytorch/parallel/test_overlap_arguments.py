@@ -1,4 +1,4 @@
-"""`ub_*` arguments: which collectives they ask to overlap, old names and new."""
+"""`ub_*` arguments, under old and new names, and the collectives that they overlap."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Packed batches of token ids for context parallel ranks: padding, positions, parts of ranks."""
+"""Packed batches of token ids for context parallel ranks: padding, positions, each rank's part."""
 
 from functools import partial
 
@@ -56,7 +56,7 @@ def test_positions_go_on_in_the_padding(device):
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parts_of_ranks(rank, named):
-    """Of sequences `[0, 8)` and `[8, 12)`, in chunks of two and of one."""
+    """The sequences are `[0, 8)` and `[8, 12)`, in chunks of two tokens and of one token."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
         ids, ends = torch.arange(12), ends_of([8, 4], torch.int32)

@@ -1,4 +1,4 @@
-"""A tensor in peer memory: lent, kept, and waited for by whoever needs the memory first."""
+"""A tensor in peer memory is lent, copied, or waited for by a transfer that needs the memory."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from transformer_engine.pytorch.parallel.exchange import _PeerTensor
 
 
 class Transfer:
-    """Has received a tensor already."""
+    """A transfer that has already received a tensor."""
 
     def __init__(self, received: torch.Tensor) -> None:
         self.memory, self.released = received.clone(), 0
@@ -27,7 +27,7 @@ class Transfer:
         self.finished = out
 
     def release(self, source: int) -> None:
-        self.memory.zero_()  # the next transfer takes it
+        self.memory.zero_()  # the next transfer may write there
         self.released += 1
 
 
@@ -73,7 +73,7 @@ def test_what_is_kept_is_a_copy(pending, transfer, received) -> None:
 
 
 def test_lending_after_another_transfer_has_waited(pending, transfer, received) -> None:
-    """A later transfer needs the memory, and waits for this one, before it is lent."""
+    """A later transfer needs the memory, and waits for this one before the tensor is lent."""
     copy = pending.wait()
     assert torch.equal(pending.lend(), received)
     pending.start_copy()
