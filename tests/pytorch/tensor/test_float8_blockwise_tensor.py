@@ -106,7 +106,7 @@ def test_copies_both_ways(device: str, dimensions: int) -> None:
     plain.copy_(q)
     assert_bitwise(plain, q.dequantize())
     one_sided = make(device, dimensions, columnwise=False)[1]
-    other.copy_(one_sided)  # columns are made anew
+    other.copy_(one_sided)  # makes the column-wise codes again
     assert_bitwise(other.dequantize(), one_sided.dequantize())
 
 

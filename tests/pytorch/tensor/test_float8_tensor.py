@@ -117,7 +117,7 @@ def test_transposed_codes_follow_writes_in_inference_mode(device: str) -> None:
 
 
 def test_transposed_codes_are_made_anew_in_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of a capture have not run yet, and replays come after other writes."""
+    """Kernels of a capture have not run yet, and the codes may change before a replay."""
     first, second = (make("cpu")[1] for _ in range(2))
     known = first.transposed_codes()
     second.update_usage(columnwise_usage=False)

@@ -1,4 +1,4 @@
-"""Damaged files of quantised tensors: an error before any kernel reads codes by them."""
+"""Loading a damaged file of a quantised tensor raises an error before a kernel reads its codes."""
 
 import io
 from typing import Any
@@ -25,13 +25,13 @@ QUANTIZERS = {
 
 
 def saved(kind: str) -> list[Any]:
-    """What a file holds of such a tensor: class, shape, parts, facts, whether it is a parameter."""
+    """What a file holds: class, shape, parts, facts, and `requires_grad` if it is a parameter."""
     tensor = QUANTIZERS[kind](torch.randn(SHAPE))
     return list(tensor.__reduce_ex__(2)[1])
 
 
 class Damaged:
-    """Pickles as a call of `_rebuild`."""
+    """Is pickled as a call of `_rebuild`."""
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments

@@ -1,4 +1,4 @@
-"""Values that are cast with earlier scales: those of a state dict get the codes that they had."""
+"""Values of a state dict, cast with the saved scales, get the codes that they had."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
 def weight(kind: type[QuantizedTensor], device: str, dtype: torch.dtype = torch.float32) -> Any:
-    """One whose scales are not those that its values would get by themselves."""
+    """A weight whose scales differ from those that a cast of its values would find."""
     with te.quantized_model_init(recipe=KINDS[kind]):
         made = te.Linear(160, 256, bias=False, params_dtype=dtype, device=device).weight.detach()
     made.copy_(225.0 * made.dequantize(dtype=torch.float32))
@@ -31,7 +31,7 @@ def weight(kind: type[QuantizedTensor], device: str, dtype: torch.dtype = torch.
 def test_codes_come_back(
     dtype: torch.dtype, loaded: torch.dtype | None, kind: type[QuantizedTensor], device: str
 ) -> None:
-    """Also of values that were converted on the way."""
+    """Also if the values were converted to another dtype."""
     made = weight(kind, device, dtype)
     values = made.dequantize().to(loaded or dtype)
     quantizer = WeightQuantizer.writing(made)
@@ -46,7 +46,7 @@ def test_codes_come_back(
 def test_subnormal_values_of_fp16(
     loaded: torch.dtype, kind: type[QuantizedTensor], device: str
 ) -> None:
-    """They have fewer bits than a float of this size, whatever they were converted to."""
+    """They have fewer significant bits than normal values, also after a conversion to bf16."""
     made = weight(kind, device, torch.float16)
     made.copy_(1e-5 * made.dequantize(dtype=torch.float32))
     values = made.dequantize().to(loaded)
@@ -66,7 +66,7 @@ def test_each_block_decides_for_itself(device: str) -> None:
 
 def test_ranks_with_pieces_of_a_weight_decide_alike(device: str) -> None:
     class OtherRanks(ShardRanks):
-        """Say of their piece that its values were edited, or not."""
+        """Ranks that report whether the values of their pieces were edited."""
 
         def __init__(self, edited: bool) -> None:
             super().__init__(groups=())

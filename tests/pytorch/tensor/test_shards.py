@@ -1,4 +1,4 @@
-"""Pieces of FP8 weights, in the order of calls in which `fully_shard` makes and gathers them."""
+"""Pieces of FP8 weights, which these tests make and gather with the calls of `fully_shard`."""
 
 import weakref
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def _weight(rows: int, recipe: Recipe, preserve: bool = False) -> Any:
 
 @torch.no_grad()
 def _pieces(weight: torch.Tensor, ranks: int) -> list[Any]:
-    """Each in memory with room for the first one, which is the largest."""
+    """Each piece is in memory of the size of the first one, which is the largest."""
     found = []
     for rank in range(ranks):
         chunks = weight.chunk(ranks)
@@ -45,7 +45,7 @@ def _gathered(pieces: list[Any], weight: torch.Tensor, out: Any = None) -> Any:
     [
         (64, 2, Float8CurrentScaling()),
         (80, 3, Float8CurrentScaling()),  # 27, 27 and 26 rows
-        (16, 12, Float8CurrentScaling()),  # the last ranks have none
+        (16, 12, Float8CurrentScaling()),  # the last ranks have no rows
         (512, 2, Float8BlockScaling()),
         (256, 2, Float8BlockScaling()),
     ],
@@ -57,9 +57,9 @@ def test_pieces_make_up_the_weight(rows: int, ranks: int, recipe: Recipe) -> Non
     assert all(type(piece) is type(weight) for piece in pieces)
     whole = _gathered(pieces, weight)
     assert type(whole) is type(weight)
-    if isinstance(recipe, Float8CurrentScaling):  # of which each rank has all
+    if isinstance(recipe, Float8CurrentScaling):  # each rank has all scales
         assert all(torch.equal(piece.scales, weight.scales) for piece in pieces)
-    assert whole.dtype is torch.float16  # of the policy of mixed precision
+    assert whole.dtype is torch.float16  # the dtype of the mixed precision policy
     assert torch.equal(
         whole.dequantize(dtype=torch.float32), weight.dequantize(dtype=torch.float32)
     )
@@ -76,7 +76,7 @@ def test_a_weight_gathered_again_has_its_new_values() -> None:
 
 
 def test_room_for_a_piece_is_made_once() -> None:
-    """Other zeros of a weight's shape are plain: optimizers keep their states in such."""
+    """Other calls of `new_zeros` return plain tensors, in which optimizers keep their states."""
     weight = _weight(64, Float8CurrentScaling())
     assert type(weight.new_zeros(64, 256)) is torch.Tensor
     _pieces(weight, 2)
@@ -95,9 +95,9 @@ def test_weights_that_users_cut_give_plain_zeros_and_free_their_codes() -> None:
     assert codes() is None
 
 
-@pytest.mark.parametrize("rank", [0, 2])  # with 27 and 26 rows, in room for 27
+@pytest.mark.parametrize("rank", [0, 2])  # they have 27 and 26 rows, in memory for 27
 def test_slices_of_what_fully_shard_keeps_are_read_alone(rank: int) -> None:
-    """Written, each would need a scale that all ranks find."""
+    """To write one, all ranks would have to find its scale together."""
     piece = _pieces(_weight(80, Float8CurrentScaling()), 3)[rank]
     cuts = {
         "first rows": lambda x: x[:4],
@@ -118,7 +118,7 @@ def test_slices_of_what_fully_shard_keeps_are_read_alone(rank: int) -> None:
 
 
 def test_a_piece_that_fully_shard_cuts_again_is_written_as_a_whole() -> None:
-    """It does so where a piece was replaced, as by `load_state_dict(assign=True)`."""
+    """It does so after a piece was replaced, for example by `load_state_dict(assign=True)`."""
     piece = _pieces(_weight(80, Float8CurrentScaling()), 3)[2]
     room = piece.new_zeros(27, 256)
     room.narrow(0, 0, 26).copy_(piece)
@@ -167,7 +167,7 @@ def test_weights_that_took_over_pieces_are_written_alone(recipe: Recipe) -> None
             torch.testing.assert_close(weights[1].dequantize(), 4 * rows, rtol=0.07, atol=1e-3)
         else:
             assert_bitwise(weights[i].dequantize().detach(), rows)
-    if isinstance(recipe, Float8CurrentScaling):  # blocks of pieces are those of the whole
+    if isinstance(recipe, Float8CurrentScaling):  # in blocks, `weights` share the codes of `whole`
         assert_bitwise(whole.dequantize().detach(), expected)
 
 

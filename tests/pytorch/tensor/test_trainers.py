@@ -142,7 +142,7 @@ def test_usages_of_blocks(shape, device):
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_pieces_along_rows(kind, device):
-    """They share the codes, and can be read alone."""
+    """They share the codes, and can only be read."""
     quantizer, x = KINDS[kind](device), values(device, 48, 32)
     tensor = quantizer(x)
     for pieces in (tensor.chunk(3), tensor.split(16)):
@@ -178,9 +178,9 @@ def test_codes_move_into_a_buffer(is_view, device):
     assert_bitwise(tensor.dequantize(), before)
     assert tensor._data.data_ptr() == buffer.data_ptr() + 40
     assert torch.equal(tensor.transposed_codes(), transposed)
-    buffer[41] = 0  # the buffer counts it
+    buffer[41] = 0  # changes the version of the buffer
     assert tensor.transposed_codes()[1, 0] == 0
-    buffer[40] = 0  # as a gather writes
+    buffer[40] = 0  # as an all-gather does
     post_all_gather_processing([tensor])
     assert tensor.transposed_codes()[0, 0] == 0
     for wrong in (buffer[:512], torch.empty(16, 32, device=device)):
@@ -192,7 +192,7 @@ def test_codes_move_into_a_buffer(is_view, device):
 
 @pytest.mark.parametrize("kind", ["delayed", "current", "weights", "squares", "block weights"])
 def test_pieces_of_masters_give_the_weight(kind, device, monkeypatch):
-    """Two ranks with uneven pieces, one without any of the second weight: as one cast of all."""
+    """Two ranks with uneven pieces, one without any of the second weight, as in a single cast."""
     in_blocks = kind in ("squares", "block weights")
     shapes = [(144, 272), (256, 128)] if in_blocks else [(16, 48), (32, 32)]
     masters = [values(device, *shape) * (i + 1) for i, shape in enumerate(shapes)]
@@ -256,7 +256,7 @@ def test_masters_and_state_dicts_under_any_default_dtype(recipe, device, default
 
 
 def test_masters_of_a_weight_whose_scale_has_no_axes(device):
-    """Programs make such weights from `torch.tensor(1.0)`."""
+    """Programs make such scales by `torch.tensor(1.0)`."""
     q = Float8CurrentScalingQuantizer(E4M3)(values(device, 16, 32))
     scale = torch.ones((), device=device)
     weight = te.Float8Tensor(q.shape, q.dtype, q._data, scale, q._fp8_dtype)
@@ -290,7 +290,7 @@ def a_weight(device, *shape):
 
 
 def shards_of(weight, border):
-    """As Megatron's distributed optimizer cuts weights; without autograd."""
+    """Slices of a weight without autograd, as Megatron's distributed optimizer cuts it."""
     flat = weight.detach().view(-1)
     return [flat[:border], flat[border:]]
 
@@ -318,10 +318,10 @@ def stepped(optimizer, shards, count, decoupled=True):
     ids=" ".join,
 )
 def test_steps_of_shards_train_the_weight(border, options, device):
-    """And those after a checkpoint; a shard of all values trains as the weight does."""
+    """Also after a checkpoint was loaded. A shard of all values trains as the weight does."""
     weights = [a_weight(device, 48, 64) for _ in range(3)]
     shards = [shards_of(weight, border) for weight in weights[:2]]
-    if border == 3072:  # all
+    if border == 3072:  # the first shard has all values
         shards = [own[:1] for own in shards]
     decoupled = options.get("use_decoupled_grad", False)
     optimizers = [
@@ -338,13 +338,14 @@ def test_steps_of_shards_train_the_weight(border, options, device):
     masters = [optimizers[0].get_unscaled_state(shard, "master_param") for shard in shards[0]]
     wanted = torch.cat(masters).view(48, 64)
     torch.testing.assert_close(weights[0].dequantize().float(), wanted, rtol=0.07, atol=1e-3)
-    if border == 3072 and "master_weight_dtype" not in options:  # rounded after the weight
+    # fp16 masters are rounded, but the weight is cast from the values before that rounding.
+    if border == 3072 and "master_weight_dtype" not in options:
         weights[2].copy_(wanted)
         assert_bitwise(weights[0].dequantize(), weights[2].dequantize())
 
 
 def test_shards_step_in_place(device):
-    """The optimizers of torch, without master weights."""
+    """torch's optimizers step them without master weights."""
     weight = a_weight(device, 48, 64)
     before = weight.dequantize().float()
     shards = shards_of(weight, 1000)

@@ -23,7 +23,7 @@ RECIPES = pytest.mark.parametrize("recipe", [DelayedScaling(), Float8BlockScalin
 
 @RECIPES
 def test_an_error_leaves_whole_weights(recipe, device: str) -> None:
-    """All of them have the codes and scales of their old values."""
+    """All weights keep their old codes and scales."""
     with te.fp8_model_init(recipe=recipe):
         weights = [te.Linear(32, 32, device=device).weight for _ in range(3)]
     before = [weight.dequantize() for weight in weights]
@@ -70,7 +70,7 @@ def test_written_together_as_alone(device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2,), (1,), ()])
 def test_scales_that_users_bring_are_copied(shape: tuple[int, ...], device: str) -> None:
-    """They may be 1/scale alone, as those of the target may."""
+    """The source or the target may have 1/scale without the scale."""
     with te.fp8_model_init():
         layers = [te.Linear(32, 32, device=device) for _ in "ab"]
     source, weight = layers[0].weight.detach(), layers[1].weight
@@ -149,7 +149,7 @@ def test_other_values_survive_those_beyond_the_scale(device: str) -> None:
     assert weight.scales[1].item() == pytest.approx(scale)
     large.copy_(before[:4])
     scale = weight.scales.clone()
-    for _ in range(5):  # nothing drifts
+    for _ in range(5):  # the scale stays the same
         large.mul_(1)
     assert torch.equal(weight.scales, scale)
 
