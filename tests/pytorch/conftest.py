@@ -1,4 +1,4 @@
-"""Every test of modules begins, and leaves others, without scopes of autocast and streams."""
+"""Each test starts outside of all autocasts, and must leave the default CUDA stream current."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def _fresh_scopes() -> Iterator[None]:
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
 def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """Torch's default dtype during the test: others than fp32."""
+    """Torch's default dtype during the test: each one except fp32."""
     torch.set_default_dtype(request.param)
     yield request.param
     torch.set_default_dtype(torch.float32)

@@ -174,7 +174,7 @@ def test_what_is_no_state_is_refused(tracker):
 
 
 class Subclass(te.CudaRNGStatesTracker):
-    """The way large trainers extend it."""
+    """Extends the tracker as large trainers do."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ def test_states_set_inside_a_fork_hold(device, tracker):
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
-    """Replays draw on from the registered state as eager calls do, and leave the default alone."""
+    """Replays draw the numbers of eager calls, from the registered and from the default state."""
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 3)
     side = torch.cuda.Stream()
@@ -326,7 +326,7 @@ def test_in_a_cuda_graph():
         with tracker.fork():
             drawn = torch.rand(1024, device="cuda")
         outside = torch.rand(1024, device="cuda")
-    torch.cuda.synchronize()  # torch has written the states of the capture on the side stream
+    torch.cuda.synchronize()  # torch writes the seeds of a capture on its stream, here `side`
     tracker.set_states({"model-parallel-rng": start})
     torch.manual_seed(9)
     captured = []

@@ -1,4 +1,4 @@
-"""`ScaleLayout`: numbers that `_C` takes, shapes of scales, and whose scale is whose."""
+"""`ScaleLayout`: numbers that `_C` takes, shapes of scales, and which values share a scale."""
 
 from dataclasses import FrozenInstanceError
 
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.scale_layout import (
     layout_of,
 )
 
-# As MXFP8 has them: bytes of E8M0, in tiles of 128 x 4.
+# The layout of MXFP8: scales are bytes of E8M0, padded to tiles of 128 x 4.
 MX = ScaleLayout(3, (1, 32), torch.uint8, scale_multiples=(128, 4))
 SHAPES = [(256, 384), (1, 1), (1, 300), (300, 1), (130, 264)]
 

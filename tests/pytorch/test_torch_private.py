@@ -1,4 +1,4 @@
-"""Private names of torch: all are there, and layers still work, slower, where none is."""
+"""Private names of torch: none is missing, and layers also train without them."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def output_of(program):
 def test_none_is_missing():
     if TorchVersion(torch.__version__) < TorchVersion("2.8"):
         pytest.skip("the file says what older ones lack")
-    assert set(_torch_private.MISSING) <= {"torch:_C._cuda_getDevice"}  # of CUDA builds
+    assert set(_torch_private.MISSING) <= {"torch:_C._cuda_getDevice"}  # only CUDA builds have it
 
 
 def test_layers_train_alike_without_any(capsys):
@@ -55,7 +55,7 @@ def test_layers_train_alike_without_any(capsys):
 
 @pytest.fixture
 def unreadable(monkeypatch):
-    """Torch names its records otherwise, and functions cannot be found on the stack."""
+    """Torch's records have other names, and functions cannot be found on the stack."""
     others = {hook: "another" for hook in _torch_private._RECORDS}
     monkeypatch.setattr(_torch_private, "_RECORDS", others)
     monkeypatch.setattr(regions, "functions_in_forward", lambda: iter(()))
@@ -74,7 +74,7 @@ def train(wrap, recipe=None):
 
 @pytest.mark.parametrize("mode", ["torch", "torch not reentrant"])
 def test_checkpoints_of_torch_that_cannot_be_read(unreadable, mode):
-    """Those in FP8 are refused: what runs again would run in another precision."""
+    """They are refused in FP8, because the recompute would run in another precision."""
     assert_equal(train(MODES[mode]), train(uncheckpointed))
     with pytest.raises(RuntimeError, match=r"use transformer_engine\.pytorch\.checkpoint"):
         train(MODES[mode], Float8CurrentScaling())
