@@ -106,27 +106,29 @@ def test_copies_are_spread_over_the_layers() -> None:
     assert memory.done == there + back
 
 
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("activations", [True, False])
-def test_what_is_offloaded(activations: bool, weights: bool) -> None:
-    memory = Memory()
-    if not (activations or weights):
-        with pytest.raises(ValueError, match="expected offload_activations or offload_weights"):
-            te.get_cpu_offload_context(True, 1, False, False)
-        return
-    offload = Offload(1, 2, activations, weights, memory)
-    layers = model(2)
-    y = torch.ones(16, 32, requires_grad=True) * 1.0
-    with te.fp8_autocast(fp8_recipe=RECIPE):
-        for layer in layers:
-            with offload:
-                y = layer(y)
-            offload.synchronize()
+def test_what_is_offloaded() -> None:
+    bytes_of = {}
+    for activations, weights in ((True, True), (True, False), (False, True)):
+        memory = Memory()
+        offload = Offload(1, 2, activations, weights, memory)
+        y = torch.ones(16, 32, requires_grad=True) * 1.0
+        with te.fp8_autocast(fp8_recipe=RECIPE):
+            for layer in model(2):
+                with offload:
+                    y = layer(y)
+                offload.synchronize()
+        bytes_of[activations, weights] = memory.alive
+        y.sum().backward()
     codes = 2 * 32 * 64
     others = 4 * 16 * (32 + 64 + 64) // 2  # at least half of the bytes of saved activations
-    assert (memory.alive >= codes) if weights else (memory.alive < codes or activations)
-    assert (memory.alive >= others) if activations else memory.alive == codes
-    y.sum().backward()
+    assert bytes_of[False, True] == codes
+    assert bytes_of[True, False] >= others
+    assert bytes_of[True, True] == bytes_of[True, False] + codes
+
+
+def test_one_of_both_must_be_offloaded() -> None:
+    with pytest.raises(ValueError, match="expected offload_activations or offload_weights"):
+        te.get_cpu_offload_context(True, 1, False, False)
 
 
 def test_a_call_without_the_output_and_two_backwards() -> None:
@@ -197,6 +199,8 @@ def test_views_share_one_copy() -> None:
             with offload if on else torch.enable_grad():
                 y = Views()(y)
             offload.synchronize()
+        if on:
+            assert memory.alive == 4 * 4 * (32 + 16)  # `x * 2` and the result of `exp`
         found.append(torch.autograd.grad(y.sum(), x)[0])
     assert torch.equal(*found)
 

@@ -180,7 +180,8 @@ def test_codes_move_into_a_buffer(is_view, device):
     assert torch.equal(tensor.transposed_codes(), transposed)
     buffer[41] = 0  # changes the version of the buffer
     assert tensor.transposed_codes()[1, 0] == 0
-    buffer[40] = 0  # as an all-gather does
+    buffer.data[40] = 0  # as an all-gather, which leaves the version of the buffer as it is
+    assert tensor.transposed_codes()[0, 0] != 0
     post_all_gather_processing([tensor])
     assert tensor.transposed_codes()[0, 0] == 0
     for wrong in (buffer[:512], torch.empty(16, 32, device=device)):
