@@ -300,3 +300,17 @@ def test_packed_sequences_need_angles_for_the_longest(monkeypatch, host_bound):
         for places in ({}, padded):
             with pytest.raises(ValueError, match=r"4 positions, .* got 3 \(layer attention\)"):
                 module(x, rotary_pos_emb=short, **packed, **places)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_a_backward_in_torch_autocast_computes_in_the_dtype_of_the_forward(device, groups):
+    module = make(device, num_gqa_groups=groups, softmax_type="learnable")
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)
+    found = []
+    for enabled in (False, True):
+        x = x.detach().requires_grad_()
+        out = module(x)
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out, [x, *module.parameters()], torch.ones_like(out)))
+    for gradient, expected in zip(*found, strict=True):
+        assert torch.equal(gradient, expected)

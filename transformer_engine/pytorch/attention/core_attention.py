@@ -28,7 +28,6 @@ from transformer_engine.pytorch.attention.stage import Attention, Options, run_f
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
-from transformer_engine.pytorch.dtypes import without_autocast
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
@@ -150,8 +149,7 @@ def _recomputed(backend: Backend) -> Backend:
         if casts is not None:
             call = call._replace(casts=casts.for_recompute())
         random = nullcontext() if states is None else states.restored()
-        # Without autocast, because the inputs have their final dtype.
-        with random, without_autocast(query.device.type):
+        with random:
             _, found = backend.forward(query, key, value, call, needs)
         assert found is not None
         return backend.backward(grad, found, call.settings(), needs)

@@ -7,6 +7,7 @@ calls share a plan, and may be recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from transformer_engine.pytorch.attention.core.formats import shapes_of_heads
 from transformer_engine.pytorch.attention.masks.masks import MaskRule, MaskType
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.dtypes import without_autocast
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.fp8.recipe_quantizers import StateInMemory
 
@@ -176,7 +178,8 @@ class Attention(Stage):
         """Gradients of query, key and value; those of bias and sink go to `backward_params`."""
         backend, call, *_ = plan.options
         of_backend = SavedByBackend(saved.tensors[0], saved.tensors[1:], saved.facts)
-        gradients = backend.backward(grads[0], of_backend, call, plan.needs)
+        with without_autocast(grads[0].device.type):
+            gradients = backend.backward(grads[0], of_backend, call, plan.needs)
         return gradients[:3], gradients[3:]
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
@@ -194,9 +197,11 @@ def run_forward(
     call: Call,
     needs: Needs,
 ) -> tuple[torch.Tensor, SavedByBackend | None]:
-    """The forward of a backend, inside of the call's tracker if the backend draws by itself."""
+    """The forward of a backend, inside of the call's tracker if the backend draws by itself.
+
+    It runs without `torch.autocast`, as the backward does: the inputs have their final dtype.
+    """
     tracker = call.dropout.tracker
-    if tracker is None or backend.draw_seed is not None:
-        return backend.forward(query, key, value, call, needs)
-    with tracker.fork():
+    own = tracker is not None and backend.draw_seed is None
+    with without_autocast(query.device.type), tracker.fork() if own else nullcontext():
         return backend.forward(query, key, value, call, needs)

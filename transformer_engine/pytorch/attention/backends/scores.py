@@ -67,8 +67,7 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
 
     keys, dtype = value.shape[2], grad.dtype
     columns = value.reshape(batch * groups, keys, size).transpose(1, 2)
-    # Inside of torch.autocast the product has another dtype.
-    grad_scores = torch.bmm(grad, columns).to(dtype).view(batch, heads, queries, keys)
+    grad_scores = torch.bmm(grad, columns).view(batch, heads, queries, keys)
     if dropped is not None:
         grad_scores = dropout_backward(grad_scores, dropped, call.dropout.p)
     grad_scores = grad_scores.to(weights.dtype)

@@ -79,7 +79,7 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
     rows = grad.reshape(*lead, size)
     grad_value = torch.bmm(factor.reshape(*lead, keys).transpose(1, 2), rows)
     columns = value.reshape(batch * groups, keys, size).transpose(1, 2)
-    grad_scores = torch.bmm(rows, columns).to(dtype).view(batch, heads, queries, keys)
+    grad_scores = torch.bmm(rows, columns).view(batch, heads, queries, keys)
     if rest.dropped is not None:
         grad_scores = dropout_backward(grad_scores, rest.dropped, call.dropout.p)
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)

@@ -302,17 +302,16 @@ def _run_math(inputs: Inputs, arguments: Arguments, needs: Needs) -> tuple[torch
     query, key, value = inputs
     mask, p, causal, scale, _ = arguments
     lead, queries, keys = query.shape[:2], query.shape[2], key.shape[2]
-    with torch.autocast(query.device.type, enabled=False):
-        scores = torch.bmm(_rows(query, scale), _columns(key, lead[1], scale)).unflatten(0, lead)
-        addend = _addend(mask, query.dtype)
-        if causal:
-            seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-            addend = _addend(seen, scores.dtype)
-        if addend is not None:
-            scores.add_(addend)
-        weights = _softmax(scores, -1)
-        factor, dropped = dropout(weights, p) if p > 0.0 else (weights, None)
-        out = torch.bmm(factor.flatten(0, 1), _values(value, lead[1])).unflatten(0, lead)
+    scores = torch.bmm(_rows(query, scale), _columns(key, lead[1], scale)).unflatten(0, lead)
+    addend = _addend(mask, query.dtype)
+    if causal:
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+        addend = _addend(seen, scores.dtype)
+    if addend is not None:
+        scores.add_(addend)
+    weights = _softmax(scores, -1)
+    factor, dropped = dropout(weights, p) if p > 0.0 else (weights, None)
+    out = torch.bmm(factor.flatten(0, 1), _values(value, lead[1])).unflatten(0, lead)
     tensors = (
         query if needs.key else None,
         key if needs.query else None,

@@ -38,11 +38,9 @@ def forward(
     """See `backends/__init__.py`."""
     casts, dtype = call.casts, query.dtype
     assert casts is not None
-    with torch.autocast(query.device.type, enabled=False):  # it would round once more, to 16 bit
-        query, key, value = (casts.qkv.cast(x, torch.float32) for x in (query, key, value))
-        out, saved = _forward(query, key, value, call, needs)
-        out = casts.out.cast(out, dtype)
-    return out, saved
+    query, key, value = (casts.qkv.cast(x, torch.float32) for x in (query, key, value))
+    out, saved = _forward(query, key, value, call, needs)
+    return casts.out.cast(out, dtype), saved
 
 
 def cast_gradients(inner: Backward) -> Backward:
@@ -56,9 +54,8 @@ def cast_gradients(inner: Backward) -> Backward:
     def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
         casts, dtype = call.casts, grad.dtype
         assert casts is not None
-        with torch.autocast(grad.device.type, enabled=False):
-            found = inner(_cast(grad, casts.grad_out, casts.dtype), saved, call, needs)
-            inputs = [x if x is None else _cast(x, casts.grad_qkv, dtype) for x in found[:3]]
+        found = inner(_cast(grad, casts.grad_out, casts.dtype), saved, call, needs)
+        inputs = [x if x is None else _cast(x, casts.grad_qkv, dtype) for x in found[:3]]
         query, key, value = inputs
         return Gradients(query, key, value, found.bias, found.sink)
 

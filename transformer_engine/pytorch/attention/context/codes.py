@@ -52,8 +52,7 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
         dtype = query.dtype
         casts = call.casts._replace(dtype=_dtype_of_parts(query, call, needs))
         (query, key, value), casts = casts.with_codes((query, key, value))
-        with torch.autocast(query.device.type, enabled=False):
-            out, saved = forward(query, key, value, call._replace(casts=casts), needs)
+        out, saved = forward(query, key, value, call._replace(casts=casts), needs)
         out = casts.out.cast(out, dtype)
         if saved is None:
             return out, None
