@@ -8,7 +8,7 @@ from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch.fp8 import scaling_state
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, scaling_state
 
 BETWEEN = {
     "disabled": (True, {"enabled": False}),
@@ -85,3 +85,13 @@ def test_layers_on_two_devices_keep_a_table_each(monkeypatch) -> None:
     assert len(entries) == 4  # two layers, two directions
     for layer in layers:
         assert layer.scaling["forward"].scale[0] != 1.0
+
+
+def test_a_layer_that_ran_before_a_reset_runs_in_the_scopes_after_it(device) -> None:
+    layer, x = te.Linear(32, 16, device=device), torch.ones(16, 32, device=device)
+    with te.fp8_autocast(enabled=False):
+        layer(x)
+    FP8GlobalStateManager.reset()
+    with te.fp8_autocast():
+        layer(x)
+    assert te.gemm_report().total("fp8") == 1

@@ -149,10 +149,13 @@ def process_state() -> ProcessState:
 
 
 def reset_process_state() -> None:
-    """Forget scopes, groups and counts; keep the debugger's session, trackers and user buffers."""
+    """Forget scopes, groups and counts; keep the debugger's session, trackers and user buffers.
+
+    Numbers are not used again: plans of modules have those of the scopes in which they ran.
+    """
     _STATE.gemms.reset()
     _STATE.sent.reset()
-    stays = ("gemms", "inspector", "rng_trackers", "sent", "user_buffers")
+    stays = ("_numbers", "gemms", "inspector", "rng_trackers", "sent", "user_buffers")
     shared = {name: getattr(_STATE, name) for name in stays}
     _STATE.__init__()  # type: ignore[misc]
     vars(_STATE).update(shared)
