@@ -61,6 +61,14 @@ def test_micro_batches(recipe):
     assert_equal(train(again, recipe, firsts=firsts), train(plain, recipe, firsts=firsts))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
+def test_micro_batches_without_a_first(recipe):
+    """The first call casts the weights, so it cannot run from a recording as a whole."""
+    plain, again = pair(delay_wgrad_compute=True)
+    firsts = (False, False)
+    assert_equal(train(again, recipe, firsts=firsts), train(plain, recipe, firsts=firsts))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_within_other_checkpoints(mode):
     plain, again = pair()

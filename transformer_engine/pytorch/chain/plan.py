@@ -48,7 +48,9 @@ class CallPlan:
         recordings: segments by shapes of the inputs; None if calls are not recorded.
         joins: collectives may be recorded together with the stages around them; False once such a
             recording was refused.
-        recorded: in the last forward every segment that can be recorded ran from its recording.
+        by_stages: the first steps of the segments that this call must run stage by stage.
+        unrecorded: the first steps of the segments that ran stage by stage in the last forward;
+            None if the chain ran without segments.
         inspect_at: the tick of the inspector from which on it may inspect the call.
         inspection: the last decision of the inspector.
     """
@@ -56,6 +58,7 @@ class CallPlan:
     __slots__ = (
         "accumulates",
         "bind",
+        "by_stages",
         "caching",
         "chain",
         "columns",
@@ -78,11 +81,11 @@ class CallPlan:
         "quantizers",
         "recompute_plan",
         "recompute_scales",
-        "recorded",
         "recordings",
         "requires_grad",
         "stage_plans",
         "state",
+        "unrecorded",
     )
 
     def __init__(
@@ -98,7 +101,9 @@ class CallPlan:
         self.first_microbatch = first_microbatch
         self.requires_grad = any(needs)
         self.accumulates = False  # weight gradients go into `main_grad`
-        self.in_first_forward = self.is_recompute = self.recorded = False
+        self.in_first_forward = self.is_recompute = False
+        self.by_stages: tuple[int, ...] = ()
+        self.unrecorded: tuple[int, ...] | None = None
         self.recompute_plan: CallPlan | None = None
         self.recompute_scales: torch.Tensor | None = None
         self.columns: Any = None
@@ -141,7 +146,7 @@ class CallPlan:
         own = CallPlan.__new__(CallPlan)
         for name in CallPlan.__slots__:
             setattr(own, name, getattr(self, name))
-        own.recorded = False
+        own.unrecorded = None
         return own
 
 

@@ -130,7 +130,7 @@ class Segment:
         Returns:
             The values that it makes, the tensors to save, and the trace.
         """
-        if not self.refused:
+        if not self.refused and self.start not in plan.by_stages:
             if self._seeds:
                 inputs = self._with_seeds(plan, inputs)
             tensors = inputs

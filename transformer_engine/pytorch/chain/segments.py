@@ -49,8 +49,8 @@ def forward(
     found = _segments_of(plan, inputs)
     if len(found) == 1:
         results, saved, trace = found[0].forward(plan, inputs, state)
-        plan.recorded = trace.stages is None
-        if not plan.recorded:
+        plan.unrecorded = () if trace.stages is None else (found[0].start,)
+        if plan.unrecorded:
             results = [waited(result) for result in results]
         return results, saved, (trace,)
     chain = plan.chain
@@ -58,7 +58,7 @@ def forward(
     if not found:
         trace, tensors = traced(None, run_forward(plan.bound(state), values, 0, len(chain.steps)))
         if not plan.compiling:  # writing to an object from outside makes Dynamo return all tensors
-            plan.recorded = False
+            plan.unrecorded = None
         return [waited(values[v]) for v in chain.outputs], tensors, (trace,)
     tensors, traces = [], []
     for segment in found:
@@ -72,7 +72,8 @@ def forward(
             values[v] = result
         traces.append(trace)
         tensors += saved
-    plan.recorded = all([t.stages is None or not t.segment.recordable for t in traces])  # type: ignore[union-attr]
+    pairs = zip(found, traces, strict=True)
+    plan.unrecorded = tuple([one.start for one, trace in pairs if trace.stages is not None])
     return [waited(values[v]) for v in chain.outputs], tensors, traces
 
 

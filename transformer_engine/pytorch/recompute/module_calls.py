@@ -1,7 +1,7 @@
 """Calls of modules in recompute regions, whose forward runs twice: see `fp8/recompute_regions.py`.
 
-Either both forwards run from recordings or both run stage by stage, so that autograd saves the same
-tensors in both.
+Each segment runs from a recording in both forwards, or stage by stage in both, so that autograd
+saves the same tensors.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
     """The plan of a recompute, with the scales of the first forward.
 
     A recording holds the addresses of scales, so the scales of each call are copied to the same
-    memory. The recompute runs from a recording only if the first forward did.
+    memory. Segments run from recordings only if they did in the first forward.
     """
     recompute = plan.recompute_plan
     if recompute is None:
@@ -212,6 +212,9 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
         _C.copy(call.scales, recompute.recompute_scales)
     result = recompute.copy()
     assert call.plan is not None
-    if plan.requires_grad and call.plan.requires_grad and not call.plan.recorded:
-        result.recordings = None
+    if plan.requires_grad and call.plan.requires_grad:
+        if call.plan.unrecorded is None:
+            result.recordings = None
+        else:
+            result.by_stages = call.plan.unrecorded
     return result
