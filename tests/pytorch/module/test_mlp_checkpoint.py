@@ -137,3 +137,16 @@ def test_exported_graphs_hold_the_layer_alone():
 def test_the_constructor_takes_it():
     assert te.LayerNormMLP(32, 64, checkpoint=True, device="cpu").checkpoint
     assert not te.LayerNormMLP(32, 64, device="cpu").checkpoint
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_belong_to_the_parameters_of_the_forward(recipe):
+    found = []
+    for layer in pair():
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+        own = {name: (p.detach() * 2).requires_grad_() for name, p in layer.named_parameters()}
+        with scope(recipe):
+            out = torch.func.functional_call(layer, own, (x,))
+        out.square().sum().backward()
+        found.append([out, *(p.grad for p in own.values()), *(p.grad for p in layer.parameters())])
+    assert_equal(*found)

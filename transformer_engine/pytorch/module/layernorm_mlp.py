@@ -244,15 +244,16 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
             ValueError: a last size other than `hidden_size`; an input on another device.
             TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
         """
+        # With the parameters of this call for its recompute: `functional_call` restores others.
+        arguments = (inp, self.hidden_size, *self.chain_parameters(), is_first_microbatch)
         if self.checkpoint and torch.is_grad_enabled() and not exporting():
             return checkpoint(
-                self._forward,
-                inp,
-                is_first_microbatch,
+                self._call,
+                *arguments,
                 use_reentrant=False,
                 preserve_rng_state=False,  # nothing in here draws random numbers
             )
-        return self._forward(inp, is_first_microbatch)
+        return self._call(*arguments)
 
     def plan_call(
         self, values: Incoming, is_first_microbatch: bool | None = None
@@ -264,7 +265,3 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         """See `TransformerEngineBaseModule`."""
         *parameters, bias = tensors_of(self, self._names)
         return (*parameters, None if self.return_bias else bias), bias
-
-    def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
-        parameters, bias = self.chain_parameters()
-        return self._call(inp, self.hidden_size, parameters, bias, is_first_microbatch)
