@@ -238,12 +238,13 @@ def test_fp32_parameters_follow_their_masters(capturable, device):
     assert_bitwise(own.weight.detach(), optimizer.state[own.weight]["master_param"])
 
 
-def test_written_tensors_count_their_writes():
+@pytest.mark.parametrize("capturable", [False, True])
+def test_written_tensors_count_their_writes(capturable):
     """Autograd and caches of transposed codes compare version counters."""
     own = parameters()
     give_gradients(own, torch.Generator())
     before = own[0]._version
-    FusedAdam(own, capturable=True).step()
+    FusedAdam(own, capturable=capturable).step()
     assert own[0]._version > before
 
 

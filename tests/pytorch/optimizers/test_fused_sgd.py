@@ -17,6 +17,7 @@ def test_sgd_steps_all_of_a_parameter(dtype, device):
     parameter.grad = torch.ones_like(parameter)
     FusedSGD([parameter], lr=0.5).step()
     assert_bitwise(parameter.detach(), torch.full_like(parameter.detach(), 0.5))
+    assert parameter._version > 0  # autograd refuses a backward that would read the new values
 
 
 def test_a_loaded_state_does_not_choose_the_kernel(device):

@@ -135,6 +135,8 @@ class FusedSGD(torch.optim.SGD):
             found_inf=getattr(self, "found_inf", None),
             **{name: group[name] for name in _SETTINGS},
         )
+        if group["fused"]:
+            torch.autograd.graph.increment_version(parameters)  # torch's kernel does not
         for state, momentum in zip(states, momenta, strict=True):
             state[_MOMENTUM] = momentum
 
