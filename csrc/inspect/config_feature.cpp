@@ -232,6 +232,21 @@ class BodyCheck {
   const RegexSearch& regex_;
 };
 
+// Adds the names of tensors in a body that are not those of layers: a program may use any names.
+void add_own_names(const Node& body, std::vector<Name>& names) {
+  const auto add = [&](const Node* name) {
+    if (!name || !name->is_string()) return;
+    const Name own = name->as_string();
+    if (std::ranges::find(names, own) == names.end()) names.push_back(own);
+  };
+  if (const Node* plain = body.find("tensors")) {
+    for (const Node* name : as_list(*plain)) add(name);
+  }
+  if (const Node* structs = body.find("tensors_struct")) {
+    for (const Node* item : as_list(*structs)) add(item->find("tensor"));
+  }
+}
+
 }  // namespace
 
 std::vector<std::pair<Name, Name>> pairs_of(const Node& body) {
@@ -244,6 +259,7 @@ std::vector<std::pair<Name, Name>> pairs_of(const Node& body) {
   if (has_any(body, {"gemms", "gemms_struct"})) gemms.assign(kGemms.begin(), kGemms.end());
   if (structured || has_any(body, {"tensors", "tensors_struct"})) {
     tensors.assign(kTensors.begin(), kTensors.end());
+    add_own_names(body, tensors);
   }
   std::vector<std::pair<Name, Name>> pairs;
   for (const Name& gemm : gemms) {
@@ -268,6 +284,8 @@ class WholeCheck {
     FeatureRule raw = rule_;  // with this, config_for() also returns pairs that are no operands
     raw.takes_gemms = false;
     for (const auto& [gemm, tensor] : pairs_of(use_.body)) {
+      const bool unknown = !rule_.tensors.empty() && tensor && !has(rule_.tensors, *tensor);
+      if (unknown) continue;  // reported by BodyCheck
       const std::optional<Node> config = config_for(use_, raw, gemm, tensor);
       if (!config) continue;
       if (!rule_.tensors.empty() && !config->find("tensor")) {

@@ -136,6 +136,19 @@ def test_the_configuration_of_a_layer(initialize: Initialize) -> None:
     assert ConfigManager.get_config_for_layer("fc1") == {}
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"tensors": ["logits"]}, {"tensors_struct": [{"tensor": "logits"}], "stas": ["min"]}],
+)
+def test_missing_statistics_of_a_tensor_of_the_program(
+    initialize: Initialize, keys: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"s\.base\.LogTensorStats: expected the key stats, got none"
+    ):
+        initialize({"s": section("LogTensorStats", "router", "base", **keys)})
+
+
 def test_selectors_by_hand() -> None:
     spec = ConfigSpec()
     assert not is_layer_in_cfg("fc1", spec)
