@@ -56,6 +56,7 @@ class InspectedQuantizer(WrappingQuantizer):
             self.statistics, inner = inner.statistics, inner.inner
         self.inner = inner
         self.rounds_once = inner.rounds_once
+        self.replaces = plan.modifies
         self.plan = plan
         self.calls = calls
         self.dtype = dtype
@@ -201,6 +202,7 @@ class InspectedResult(Quantizer):
 
     def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
         self.inner = inner
+        self.replaces = plan.modifies
         self.plan = plan
         self.calls = calls
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 class WatchingQuantizer(WrappingQuantizer):
     """Base of quantizers that cast by `inner` and look at the tensor without changing results."""
 
-    replaces = False
-
     def __init__(self, inner: Quantizer) -> None:
         self.inner = inner
         self.scaling = inner.scaling

@@ -50,7 +50,7 @@ class Quantizer:
         recasts_alike: casting the same values again in backward gives the same codes.
         casts_columns_later: the column-wise side can be made from the values alone, at any time.
         casts_many: it has `cast_many(tensors, requests)`, which casts several in few launches.
-        replaces: `process_gemm_output` may return another tensor than its argument.
+        replaces: a feature of the debugger may replace the tensor by another one.
         shard_rows: the rows of a shard must be a multiple of this, see `of_shards`.
         public_class: the documented quantizer that does the same; it has a method `of`.
     """
@@ -63,7 +63,7 @@ class Quantizer:
     recasts_alike = True
     casts_columns_later = False
     casts_many = False
-    replaces = True
+    replaces = False
     native = False
     public_class: ClassVar[Any] = None
 
