@@ -73,3 +73,37 @@ def test_statistics_of_one_of_two_products(
         inspected = train(device, recipe, debug_api.step)
     assert inspected == plain
     assert len({layer for _, layer, _ in logged(tmp_path)}) == 1
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"LogTensorStats": {"stats": "max"}}, {"DumpTensors": {"high_precision_tensor": True}}],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_within_micro_batches(
+    tmp_path: Path, device: str, feature: dict, autocast: bool
+) -> None:
+    """Micro-batches that are inspected take the weights of their step, not an earlier copy."""
+
+    def losses(step=lambda: None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = te.MultiheadAttention(32, 2, attention_dropout=0.0, device=device, name="layer")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            for first in (True, False):
+                x = torch.randn(8, 2, 32, device=device)
+                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                    loss = model(x, is_first_microbatch=first).float().square().sum()
+                loss.backward()
+                found.append(loss.detach())
+                step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    plain = losses()
+    ((name, keys),) = feature.items()
+    with debugging(tmp_path, section(name, tensors=["weight"], freq=3, **keys)):
+        inspected = losses(debug_api.step)
+    assert inspected == plain

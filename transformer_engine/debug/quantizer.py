@@ -56,7 +56,7 @@ class InspectedQuantizer(WrappingQuantizer):
             self.statistics, inner = inner.statistics, inner.inner
         self.inner = inner
         self.rounds_once = inner.rounds_once
-        self.replaces = plan.modifies
+        self.calls_features, self.replaces = plan.calls, plan.modifies
         self.plan = plan
         self.calls = calls
         self.dtype = dtype
@@ -65,8 +65,14 @@ class InspectedQuantizer(WrappingQuantizer):
 
     @property
     def cache_key(self) -> Hashable:
-        """Cached operands are valid for the same quantizer and the same plans of both sides."""
-        return (self.inner.cache_key, self.plan.rowwise, self.plan.columnwise)
+        """Cached operands are valid for the same quantizer and the same plans of both sides.
+
+        A weight that no cast and no feature changes is valid in one iteration only: iterations
+        without features do not cache it, and so would not renew it.
+        """
+        sides = (self.plan.rowwise, self.plan.columnwise)
+        unchanged = sides == (Plan.HIGH_PRECISION, Plan.HIGH_PRECISION)
+        return (self.inner.cache_key, *sides, self.calls.iteration if unchanged else None)
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
         """Wrap the quantizer that repeats the casts of the forward."""
@@ -202,7 +208,7 @@ class InspectedResult(Quantizer):
 
     def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
         self.inner = inner
-        self.replaces = plan.modifies
+        self.calls_features, self.replaces = plan.calls, plan.modifies
         self.plan = plan
         self.calls = calls
 

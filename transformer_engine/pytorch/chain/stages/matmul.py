@@ -266,7 +266,7 @@ class Matmul(Stage):
         quantizer = plan.quantizers.weight
         if not plan.fp8 and weight.dtype is not plan.dtype:
             weight = cast(weight, plan.dtype)
-        if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
+        if plan.first_microbatch is None or not (plan.fp8 or quantizer.calls_features):
             return quantizer.operands(weight, plan.weight_request)
         cached = self._cached_operands(plan)
         if (plan.first_microbatch and not plan.is_recompute) or cached is None:

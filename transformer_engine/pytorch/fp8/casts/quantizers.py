@@ -50,7 +50,8 @@ class Quantizer:
         recasts_alike: casting the same values again in backward gives the same codes.
         casts_columns_later: the column-wise side can be made from the values alone, at any time.
         casts_many: it has `cast_many(tensors, requests)`, which casts several in few launches.
-        replaces: a feature of the debugger may replace the tensor by another one.
+        calls_features: the debugger calls features for the tensor.
+        replaces: one of these features may replace the tensor by another one.
         shard_rows: the rows of a shard must be a multiple of this, see `of_shards`.
         public_class: the documented quantizer that does the same; it has a method `of`.
     """
@@ -63,6 +64,7 @@ class Quantizer:
     recasts_alike = True
     casts_columns_later = False
     casts_many = False
+    calls_features = False
     replaces = False
     native = False
     public_class: ClassVar[Any] = None
