@@ -53,6 +53,23 @@ def test_each_direction_has_the_casts_that_its_gemm_takes(tmp_path: Path, device
     assert found == pytest.approx({"mse": _error(x, 1.0), "mse_columnwise": _error(x)}, rel=1e-5)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_activations_under_torch_autocast(tmp_path: Path, device: str, trains: bool) -> None:
+    """They have the dtype of the autocast, also if a norm casts its fp32 values to FP8 at once."""
+    options = {"device": device, "name": "layer"}
+    layer = te.LayerNormLinear(64, 32, **options)
+    twin = te.LayerNormLinear(64, 32, return_layernorm_output=True, **options)
+    x = torch.randn(32, 64, device=device)
+    moments = section("LogTensorStats", tensors=["activation"], stats=list(ALL))
+    with torch.autocast(device, torch.bfloat16), te.fp8_autocast(fp8_recipe=DelayedScaling()):
+        _, normed = twin(x)
+        with debugging(tmp_path, moments), torch.set_grad_enabled(trains):
+            layer(x)
+            debug_api.step()
+    assert normed.dtype is torch.bfloat16
+    assert_statistics(logged(tmp_path)[0, "layer", "activation"], reference(normed))
+
+
 def test_others_may_look_at_the_same_tensor(tmp_path: Path, device: str) -> None:
     moments = section("LogTensorStats", tensors=["activation"], stats=list(ALL))
     x, found = _step(tmp_path, device, moments, DUMP)

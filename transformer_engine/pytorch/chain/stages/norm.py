@@ -97,14 +97,17 @@ class Norm(Stage):
         quantizer = quantizer_of(request)
         fused = quantizer.fused_arguments(request)
         separate = None
-        if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
+        # Statistics are those of the result in the dtype of activations, not of `x`.
+        plain = fused.plain or (fused.moments is not None and plan.dtype is not x.dtype)
+        if self.tap != "output" and plain and fused.rowwise and not fused.columnwise:
             # The kernel that writes nothing but row-wise FP8 sums in another order than the others.
             # So that inspection does not change the codes, that kernel runs while the debugger
             # inspects, too; a second call makes the plain tensor and its moments.
             separate = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
-            fused = fused._replace(plain=False, moments=None, active=None)
-        plain = plan.dtype if fused.plain or self.tap == "output" else None
-        y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, plain, fused)
+            fused = fused._replace(moments=None, active=None)
+            plain = False
+        dtype = plan.dtype if plain or self.tap == "output" else None
+        y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, dtype, fused)
         if separate is not None:
             y = self._call(x, gamma, beta, plan, plan.dtype, separate)[0]
         value = quantizer.fused_result(request, FusedOutputs(y, codes, transposed, scales))
