@@ -45,13 +45,11 @@ class Quantizer:
         scaling: name of the scaling in statistics; empty in high precision.
         format: element type of its codes, a value of `DType`; -1 in high precision.
         is_fp8: it casts to FP8.
-        rounds_once: a fused kernel rounds from fp32 to FP8; otherwise it rounds to the dtype of
-            activations first.
+        rounds_once: a fused kernel rounds fp32 to FP8, not to the dtype of activations first.
         recasts_alike: casting the same values again in backward gives the same codes.
         casts_columns_later: the column-wise side can be made from the values alone, at any time.
         casts_many: it has `cast_many(tensors, requests)`, which casts several in few launches.
-        calls_features: the debugger calls features for the tensor.
-        replaces: one of these features may replace the tensor by another one.
+        calls_features, replaces: the debugger calls features for the tensor; one may replace it.
         shard_rows: the rows of a shard must be a multiple of this, see `of_shards`.
         public_class: the documented quantizer that does the same; it has a method `of`.
     """
