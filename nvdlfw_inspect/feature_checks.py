@@ -14,10 +14,6 @@ def slips_of(cls: type, calls: Collection[str]) -> list[str]:
 
     These are a method without `@api_method` that has the name of a call, an `@api_method` whose
     name is only similar to that of a call, and a method whose `*_enabled` method is missing.
-
-    Args:
-        cls: The feature class.
-        calls: The calls that layers make.
     """
     methods = {
         name: method

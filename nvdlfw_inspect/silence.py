@@ -48,11 +48,7 @@ class Silence:
             yield f"section {name} never came due: the last step was {self._last}, {when}"
 
     def reasons(self, layers: Sequence[str]) -> list[str]:
-        """Return sentences that say why the logs are empty.
-
-        Args:
-            layers: The layers that have run.
-        """
+        """Return sentences that say why the logs are empty, after these layers have run."""
         plans = self._config.plans(list(layers))
         if not plans:
             return ["the configuration has no section that is enabled"]

@@ -191,14 +191,9 @@ def step_number(op: str, argument: str, value: Any) -> int:
 
 
 def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for keywords that look like misspelt or shortened ones.
+    """Raise TypeError for unknown keywords that look like misspelt or shortened known ones.
 
     Other unknown keywords are accepted: programs for other versions pass them.
-
-    Args:
-        op: Name of the function that was called.
-        unknown: Keywords of the call that the function does not take.
-        known: Keywords that it takes.
     """
     for name in unknown:
         near = difflib.get_close_matches(name, list(known), 1, _MISSPELT)

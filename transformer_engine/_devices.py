@@ -102,9 +102,7 @@ def limits_of(capability: tuple[int, int], on: _env.DeviceVariables | None = Non
 def why_no_product(limits: DeviceLimits, in_blocks: bool) -> str:
     """Why cuBLASLt does not multiply FP8 operands on this GPU; "" where it does.
 
-    Args:
-        limits: the limits of the GPU.
-        in_blocks: each block of 128 values has its own scale.
+    With `in_blocks` each block of 128 values has its own scale.
     """
     capability = _number(limits.capability)
     if limits.capability < _FP8_TENSOR_CORES:

@@ -108,11 +108,7 @@ class Run:
 
 
 def read_run(logdir: str | Path, rank: int | None = None) -> Run:
-    """Reads the records of all ranks, or of one.
-
-    Args:
-        logdir: the directory that `initialize(log_dir=...)` was given.
-        rank: only this rank.
+    """Reads the records of all ranks from a directory of logs, or those of one rank.
 
     Raises:
         LogError: the directory does not exist, or has no statistics (of that rank).

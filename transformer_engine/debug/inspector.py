@@ -163,12 +163,8 @@ class Inspector:
     ) -> GemmQuantizers:
         """Replace the quantizers of tensors for which built-in statistics are requested.
 
-        Args:
-            module: the module that runs.
-            plan: the plan of one of the layers of the module.
-            quantizers: the quantizers of the recipe for this layer.
-            following: receives the iterations at which other statistics may become due.
-            fed: receives the statistics of tensors of the forward.
+        `following` receives the iterations at which other statistics may become due, and `fed` the
+        statistics of tensors of the forward.
         """
         changed: dict[str, Quantizer] = {}
         for tensor in plan.tensors.values():

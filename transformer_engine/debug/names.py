@@ -56,12 +56,7 @@ _BEFORE, _BEHIND = ("replicated", "gather"), ("reduce", "reduce_scatter")
 
 
 def replicated_tensors(stages: Sequence[Any], layer: str) -> tuple[str, ...]:
-    """Return the operands of a Matmul that are the same on all ranks of its tensor parallel group.
-
-    Args:
-        stages: the stages of a chain, in order.
-        layer: name of the Matmul.
-    """
+    """Return the operands of the Matmul `layer` that are the same on all tensor parallel ranks."""
     labels = ["", *(stage.label for stage in stages), ""]
     at = ["", *(getattr(stage, "name", "") for stage in stages)].index(layer)
     found = {"activation": labels[at - 1] in _BEFORE, "gradient": labels[at + 1] in _BEHIND}

@@ -45,11 +45,7 @@ class Modifying:
     ) -> torch.Tensor:
         """The amax of the whole tensor, of which `x` is the part on this rank; see `groups_of`.
 
-        Args:
-            x: fp32, fp16 or bf16, contiguous.
-            where: names of the layer, the gemm and the tensor.
-            tp_group: tensor parallel group of the layer.
-            tp_size: number of ranks of `tp_group`.
+        `x` is fp32, fp16 or bf16, and contiguous; `where` names the layer, the gemm and the tensor.
         """
         groups = groups_of(where[2], tp_group, tp_size)
         if not groups or api.DEBUG_MANAGER is None:

@@ -73,9 +73,7 @@ class CostCounter:
 class Collector:
     """The built-in statistics of one session.
 
-    Args:
-        manager: the `DebugManager` of the session.
-        weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
+    For `weights_over_tp_group` see `debug.set_weight_tensor_tp_group_reduce`.
     """
 
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
@@ -109,13 +107,7 @@ class Collector:
     ) -> TensorStatistics | None:
         """Return the statistics of one tensor of a layer; None if none are configured.
 
-        Args:
-            layer: name of the layer.
-            tensor: name of the tensor.
-            device: device of the tensor.
-            tp_group: tensor parallel group of the layer; None if it has none.
-            tp_size: number of ranks of `tp_group`.
-            replicated: all ranks of `tp_group` have the same tensor, which counts once.
+        If the tensor is `replicated`, all ranks of `tp_group` have it, and it counts once.
         """
         key = (layer, tensor, device)
         if key in self._tensors and key not in self._learned:

@@ -26,11 +26,6 @@ class Layout:
         kinds: int64 `[slots]`, values of `Kind`.
         place: for each slot, the index of its row in this order.
         digest: hash of the names.
-
-    Args:
-        tensors: the tensors whose slots are ordered.
-        ranks: the ranks that merge their rows.
-        rank: this rank.
     """
 
     def __init__(

@@ -146,10 +146,7 @@ class TensorStatistics:
         """Return the row and flag of moments for a kernel that reads the tensor anyway.
 
         The caller must pass them to the kernel. They are `(None, None)` if no moments are due.
-
-        Args:
-            numel: elements of the tensor; needed for weights.
-            captured: see the class.
+        `numel`, the number of elements, is needed for weights.
         """
         return self._rows(self._moments, numel, captured)
 
