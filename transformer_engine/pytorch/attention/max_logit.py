@@ -21,13 +21,7 @@ _BYTES = 64 * 1024 * 1024  # of the scores that are in memory at once
 def max_logit(query: torch.Tensor, key: torch.Tensor, call: Call) -> torch.Tensor:
     """The largest of `scale * query key^T + bias` that the mask lets through, for each head.
 
-    Args:
-        query: queries in the format of the call.
-        key: keys in the format of the call.
-        call: the call of attention.
-
-    Returns:
-        fp32 `[heads]`; -inf for a head that sees nothing.
+    It is fp32 `[heads]`, with -inf for a head that sees nothing.
     """
     query, key, mask, bias = score_inputs(query, key, call)
     batch, heads, queries, _ = query.shape

@@ -38,13 +38,7 @@ _SequenceFacts = tuple[int | None, int | None, bool, bool]
 
 
 def choose(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call) -> Backend:
-    """The backend for a call.
-
-    Args:
-        device: of query, key and value.
-        dtype: of query, key and value.
-        recorded: whether autograd records the call.
-        call: the call of attention.
+    """The backend for a call on tensors of this device and dtype.
 
     Raises:
         ValueError: all backends refuse, with the reason of each.

@@ -183,13 +183,9 @@ class Kernels:
     def _run(
         self, inputs: Sequence[torch.Tensor], sequences: dict[str, Any], call: Call, needs: Needs
     ) -> tuple[torch.Tensor, Saved | None]:
-        """Call the package.
+        """Call the package with queries, keys and values in the format of the call, or packed.
 
-        Args:
-            inputs: queries, keys and values in the format of the call, or packed.
-            sequences: further arguments for packed sequences.
-            call: see `backends/__init__.py`.
-            needs: see `backends/__init__.py`.
+        `sequences` are further arguments for packed sequences.
 
         Returns:
             `[batch, sequence, heads, size]` or `[tokens, heads, size]`, and what is saved.

@@ -39,13 +39,7 @@ class DeviceLengths:
     def write(
         self, lengths: Sequence[int], new: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> None:
-        """Write the lengths of the next step.
-
-        Args:
-            lengths: tokens of each sequence after the step.
-            new: new tokens of each sequence.
-            pages: pages of each sequence; empty for a cache without pages.
-        """
+        """Write the tokens of each sequence after the next step, its new tokens, and its pages."""
         absent = [0] * (self.max_batch - len(new))
         values = [length - count for length, count in zip(lengths, new, strict=True)] + absent
         values += accumulate([*new, *absent], initial=0)

@@ -40,10 +40,7 @@ def _number_of(layer_number: int | None) -> int:
 def check_cross(core: Any, mask_type: str | None, window: Window | None) -> None:
     """Raise ValueError if the mask of cross attention depends on the positions of queries.
 
-    Args:
-        core: the `DotProductAttention`.
-        mask_type: of the call; None for that of `core`.
-        window: of the call; None for that of `core`.
+    `mask_type` and `window` are those of the call; None stands for those of `core`.
     """
     mask_type = core.attn_mask_type if mask_type is None else mask_type
     window = core.window_size if window is None else as_window(window)

@@ -119,12 +119,8 @@ def plain_caches(
 ) -> Caches:
     """The caches of a layer, which are made in its first step.
 
-    Args:
-        memory: caches of all layers.
-        layer_number: number of the layer.
-        key: `[sequence, batch, heads, size]`, in the dtype of the cache.
-        value: as `key`.
-        sizes: the most tokens and the most sequences.
+    `key` and `value` are `[sequence, batch, heads, size]`, in the dtype of the cache; `sizes` are
+    the most tokens and the most sequences.
 
     Raises:
         ValueError: other heads, sizes or dtypes than those of the cache.

@@ -15,11 +15,6 @@ class Owners:
     def claim(self, number: int | None, layer: Any, tokens: int) -> None:
         """Register the layer that uses the cache of a number; an empty cache may change its owner.
 
-        Args:
-            number: layer number.
-            layer: module with a `name`.
-            tokens: number of tokens in the cache.
-
         Raises:
             ValueError: the cache has tokens of another layer.
         """

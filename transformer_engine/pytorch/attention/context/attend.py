@@ -62,11 +62,8 @@ def attend(
 ) -> tuple[torch.Tensor, Saved | None]:
     """The forward of a backend, see `backends/__init__.py`.
 
-    Args:
-        rank_call: the call.
-        steps: the keys and values of each step.
-        inputs: query, key and value of this rank; FP8 codes where the call has `qkv_scales`.
-        needs: which gradients a backward will be asked for.
+    `steps` are the keys and values of each step; `inputs` are query, key and value of this rank,
+    FP8 codes where the call has `qkv_scales`.
     """
     call, query = rank_call.call, inputs[0]
     merger = OutputMerger(rank_call, query)
@@ -105,14 +102,7 @@ def with_saved_tensors(call: Call, saved: Saved) -> Call:
 
 
 class Backward:
-    """The backward of `attend`, step by step.
-
-    Args:
-        rank_call: as in the forward.
-        grad: gradient of the result.
-        saved: what the forward saved.
-        needs: which gradients to compute.
-    """
+    """The backward of `attend`, step by step."""
 
     def __init__(self, rank_call: RankCall, grad: torch.Tensor, saved: Saved, needs: Needs) -> None:
         self.rank_call, self.grad, self.needs = rank_call, grad.contiguous(), needs
@@ -147,12 +137,7 @@ class Backward:
         return key_grad, value_grad
 
     def gradients(self, key: torch.Tensor, value: torch.Tensor) -> Gradients:
-        """All gradients, after the last step.
-
-        Args:
-            key: gradient of this rank's keys.
-            value: gradient of this rank's values.
-        """
+        """All gradients, after the last step; `key` and `value` are those of this rank."""
         call, needs = self.rank_call.call, self.needs
         sink = None
         if needs.sink and call.sink.offset is not None:

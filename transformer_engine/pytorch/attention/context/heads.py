@@ -73,9 +73,7 @@ class _Exchange:
     def to_heads(self, x: torch.Tensor, side: str) -> Pending:
         """Send `[tokens of this rank, heads, size]`, receive `[tokens of all, some heads, size]`.
 
-        Args:
-            x: the tensor to send.
-            side: `query` or `key`: the sequences that the tokens belong to.
+        `side` is `query` or `key`: the sequences that the tokens belong to.
         """
         stack = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0)
         received = all_to_all_stack(stack, self.group)

@@ -80,13 +80,8 @@ def lengths_of(
 ) -> Lengths:
     """The lengths of queries, or of keys, after checks.
 
-    Args:
-        sequences: of the call.
-        parameter: the argument that errors name, such as `cu_seqlens_q`.
-        qkv_format: of the call.
-        ranks: number of ranks in the group.
-        shares: memory holds one of this many equal shares of each sequence.
-        tokens: number of tokens in memory.
+    Errors name the argument `parameter`, such as `cu_seqlens_q`. Memory holds `tokens` tokens: one
+    of `shares` equal shares of each sequence.
     """
     cu_seqlens, starts = sequences.checked(parameter)
     real = cu_seqlens.to(torch.int64).diff()

@@ -101,12 +101,7 @@ class _PartMerger:
 
 
 class OutputMerger(_PartMerger):
-    """Merges the results of parts into the result of attention.
-
-    Args:
-        rank_call: the call.
-        query: `[..., heads, size]`.
-    """
+    """Merges the results of parts into the result of attention; `query` is `[..., heads, size]`."""
 
     def __init__(self, rank_call: RankCall, query: torch.Tensor) -> None:
         shape = torch.Size((*query.shape[:-1], rank_call.call.shape.value_size))
@@ -136,12 +131,7 @@ class OutputMerger(_PartMerger):
 
 
 class GradSum(_PartMerger):
-    """The sum of the gradients of parts.
-
-    Args:
-        rank_call: the call.
-        like: the tensor whose gradient this is.
-    """
+    """The sum of the gradients of `like` that parts compute."""
 
     def __init__(self, rank_call: RankCall, like: torch.Tensor) -> None:
         super().__init__(rank_call, like, like.shape, weighted=False)

@@ -231,13 +231,7 @@ def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | N
 def part_forward(
     inputs: Inputs, part: AttentionPart, needs: Needs, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, SavedPart]:
-    """Run a part.
-
-    Args:
-        inputs: query, key and value; in FP8 attention, codes.
-        part: the part.
-        needs: which gradients a backward will be asked for.
-        device: where the part runs, see `RankCall`.
+    """Run a part; `inputs` are query, key and value, in FP8 attention their codes.
 
     Raises:
         NotRecordedError: while recording, if calls of the backend cannot be recorded.
@@ -297,13 +291,8 @@ def part_backward(
 ) -> Gradients:
     """Gradients of a part.
 
-    Args:
-        grad: gradient of the merged result, for the queries of the part.
-        tensors: query, key, value and merged result of the part.
-        log_sum_exp: over all keys, +inf for queries that see none.
-        part: as in the forward.
-        saved_part: what the forward saved.
-        needs: which gradients to compute.
+    `grad` is the gradient of the merged result, for the queries of the part; `tensors` are query,
+    key, value and merged result; `log_sum_exp` is over all keys, +inf for queries that see none.
     """
     backend, stripped = saved_part
     assert backend.parts is not None

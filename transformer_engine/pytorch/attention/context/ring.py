@@ -60,21 +60,17 @@ class _Ring:
         self.rank_call = RankCall(call, self.ranks, queries, self.ranks, tokens, device)
 
     def forward_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
-        """All steps. While the caller computes with one step's keys, the next ones are received.
+        """All steps, the first with the keys and values of this rank.
 
-        Args:
-            key: keys of this rank.
-            value: values of this rank.
+        While the caller computes with one step's keys, the next ones are received.
         """
         for step, found in enumerate(self._pass_round((key, value), self.ranks, keep=True)):
             yield self.key_values(step, *found)
 
     def reverse_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
-        """The steps in reverse, without the first, whose keys are this rank's own.
+        """The steps in reverse, from the keys and values of the forward's last step.
 
-        Args:
-            key: keys of the forward's last step.
-            value: values of the forward's last step.
+        The first step of the forward is left out: its keys are this rank's own.
         """
         steps = range(self.ranks - 1, 0, -1)
         found = self._pass_round((key, value), len(steps), reverse=True)
@@ -90,11 +86,8 @@ class _Ring:
     ) -> Iterator[Sequence[torch.Tensor]]:
         """The tensors of each step, which the caller reads before it asks for the next ones.
 
-        Args:
-            tensors: tensors of the first step.
-            steps: number of steps.
-            reverse: tensors come from the next rank, not from the previous one.
-            keep: the tensors of the last step become `last`.
+        With `reverse` they come from the next rank, not from the previous one. With `keep` those of
+        the last step become `last`.
         """
         lent: Sequence[PendingReceive] = ()
         for step in range(1, steps):
@@ -150,11 +143,8 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
 def reserve_memory(query: torch.Tensor, call: Call, needs: bool) -> None:
     """Allocate the peer memory of a call before it is recorded. All ranks of the ring call this.
 
-    Args:
-        query: of the call.
-        call: the call.
-        needs: whether a backward will follow. Without one no memory for gradients is allocated; the
-            call is recorded only if there is some already.
+    `needs` says whether a backward will follow. Without one no memory for gradients is allocated;
+    the call is recorded only if there is some already.
     """
     context, shape = call.context, call.shape
     assert context is not None

@@ -245,14 +245,10 @@ def casts_in_scope(
     scales: torch.Tensor | None = None,
     recomputed: bool = False,
 ) -> Casts:
-    """The casts of a call in the open scope.
+    """The casts of a call in the open scope; `counts` says whether amaxes are recorded.
 
-    Args:
-        module: the attention module, whose scaling state is used.
-        counts: amaxes are recorded.
-        device: of the call.
-        scales: fp32 `[3 * GEMMS]`, which replace those of the state; None to use the state's.
-        recomputed: see `columns_of`.
+    `scales`, fp32 `[3 * GEMMS]`, take the place of those of the module's state. For `recomputed`
+    see `columns_of`.
     """
     stack = autocast_stack()
     scope, compiling = stack.scope, torch.compiler.is_compiling()

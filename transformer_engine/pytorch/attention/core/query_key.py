@@ -199,10 +199,8 @@ class ProjectionRotation(Part):
 
     Queries and keys are rotated, values are copied into the result. So the parts of the result are
     still parts of one tensor. This frees the memory of the unrotated projection, and gradients of
-    the parts are joined without a copy. Results are bit for bit those of `Rotation`.
-
-    Args:
-        one: the `Rotation` of the same layer.
+    the parts are joined without a copy. Results are bit for bit those of `one`, the `Rotation` of
+    the same layer.
     """
 
     def __init__(self, one: Rotation) -> None:

@@ -250,14 +250,9 @@ def build_mask(
     padding: Padding | None = None,
     arbitrary: torch.Tensor | None = None,
 ) -> Mask:
-    """The mask of a rule for these sizes.
+    """The mask of a rule for the longest query sequence and the longest key sequence.
 
-    Args:
-        rule: mask type, window and alignment.
-        queries: tokens of the longest query sequence.
-        keys: tokens of the longest key sequence.
-        padding: for a padding type.
-        arbitrary: for the type `arbitrary`, the user's mask.
+    Padding types take `padding`; the type `arbitrary` takes the user's mask.
     """
     hidden = padding.hidden() if padding is not None else arbitrary
     left, right = rule.left, rule.right
@@ -337,13 +332,9 @@ def check_arbitrary(mask: Any, shape: tuple[int, int, int, int]) -> torch.Tensor
 def check_broadcasts(
     what: str, sizes: Sequence[int], shape: tuple[int, int, int, int], fewest: int = 0
 ) -> None:
-    """Raise ValueError unless a tensor broadcasts to `[batch, heads, queries, keys]`.
+    """Raise ValueError unless a tensor broadcasts to `[batch, heads, queries, keys]`, the `shape`.
 
-    Args:
-        what: the tensor, with an article, for the error.
-        sizes: its shape.
-        shape: the shape of the scores.
-        fewest: the least number of dimensions that it may have.
+    It must have `fewest` dimensions or more. `what` names it in the error, with an article.
     """
     fits = fewest <= len(sizes) <= 4 and all(
         size in (1, expected) for size, expected in zip(sizes[::-1], shape[::-1], strict=False)
