@@ -175,17 +175,10 @@ def refuse_scripting(module: torch.nn.Module) -> NoReturn:
 
 
 def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
-    """Raise where functorch transforms a call, or forward mode differentiates one of its inputs.
+    """Raise NotImplementedError where functorch transforms a call, or where it is traced.
 
-    Also where the call is traced. Kernels read memory, which tensors of transforms do not have, and
-    would drop tangents.
-
-    Args:
-        layer: for the message.
-        inputs: the inputs of the call.
-
-    Raises:
-        NotImplementedError: see above.
+    Also where forward mode differentiates one of its inputs. Kernels read memory, which tensors of
+    transforms do not have, and would drop tangents.
     """
     refuse_tracing(layer)
     plain = (torch.Tensor, torch.nn.Parameter)
@@ -245,9 +238,7 @@ def release_saved_tensors(ctx: Any) -> None:
 def not_differentiable(gradients: Sequence[Any], layer: str) -> tuple[Any, ...]:
     """Gradients for a graph of the backward (`create_graph=True`), whose own backward is an error.
 
-    Args:
-        gradients: computed without autograd; None for inputs that have none.
-        layer: for the message.
+    They were computed without autograd, and are None for inputs that have none.
     """
     where = f" (layer {layer})" if layer else ""
     message = (

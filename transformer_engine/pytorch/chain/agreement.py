@@ -18,11 +18,7 @@ from transformer_engine.pytorch.parallel.agreement import agree, without_address
 
 
 def check_agreement(plan: CallPlan, inputs: Sequence[Any]) -> None:
-    """Raise unless all ranks are about to run the same chain on equal shapes.
-
-    Args:
-        plan: the plan of the call; its chain has collectives.
-        inputs: the values that come in, then all parameters.
+    """Raise unless all ranks are about to run the same chain, with collectives, on equal shapes.
 
     Raises:
         RuntimeError: on every rank, if the calls of the ranks differ or a rank does not reach this

@@ -124,11 +124,7 @@ def _kind_of(chain: Chain) -> str:
 
 
 class Chain:
-    """A fixed list of stages.
-
-    Args:
-        built: the stages.
-        outputs: the values that a call returns.
+    """A fixed list of stages, and the values that a call returns.
 
     Attributes:
         inputs: the number of values that come in.
@@ -226,11 +222,7 @@ class Chain:
         self.gemm_names = self._gemm_names()
 
     def take_over(self, before: Chain) -> None:
-        """Take over what the stages keep between calls: cached weights and delayed gradients.
-
-        Args:
-            before: the chain of the same module with other settings.
-        """
+        """Take cached weights and delayed gradients from the module's previous chain."""
         self.layer = before.layer
         for own, other in zip(self.matmuls, before.matmuls, strict=True):
             vars(own).update({name: getattr(other, name) for name in own.lasting})

@@ -20,9 +20,6 @@ class _Gathering(ListingFlow):
     """Gathers the facts, parameters and scaling state of all parts, for one operator.
 
     Dynamo traces this code.
-
-    Args:
-        values: the values that come into the layer.
     """
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:

@@ -37,9 +37,7 @@ MARKS: dict[int, ref[MainGradUses]] = {}  # the last mark of each weight, by its
 def mark_forward(weight: torch.Tensor, every_backward: bool) -> MainGradUses:
     """Let the next backward of a weight overwrite `main_grad`, as long as the result is kept.
 
-    Args:
-        weight: the weight.
-        every_backward: each backward of a graph begins anew, see `overwrites`.
+    With `every_backward` each backward of a graph begins anew, see `overwrites`.
     """
     found = MARKS.get(id(weight))
     uses = None if found is None else found()
@@ -54,9 +52,7 @@ def mark_forward(weight: torch.Tensor, every_backward: bool) -> MainGradUses:
 def overwrites(weight: torch.Tensor, every_backward: bool) -> bool:
     """Whether the backward that comes now overwrites `main_grad`; the next one will add.
 
-    Args:
-        weight: the weight.
-        every_backward: the first one in each backward of a graph overwrites.
+    With `every_backward` the first one in each backward of a graph overwrites.
     """
     found = MARKS.get(id(weight))
     uses = None if found is None else found()

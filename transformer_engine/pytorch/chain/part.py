@@ -74,11 +74,8 @@ class Part:
     ) -> Planned:
         """The plan of a call with these parameters and options.
 
-        Args:
-            values: the values that come into the call.
-            parameters: the parameters of the chain.
-            options: hashable, see `CallPlan.options`.
-            needs: see `CallPlan`; None to take them from values and parameters.
+        The options are hashable, see `CallPlan.options`. None as `needs` takes them from the values
+        and parameters.
         """
         dtype = values.like.dtype
         needs = values.with_parameters(parameters) if needs is None else needs

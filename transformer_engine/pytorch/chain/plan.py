@@ -156,12 +156,9 @@ def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tu
 
 
 def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) -> CallPlan:
-    """The plan of a chain, from the plans of its parts.
+    """The plan of a chain, from the plans of its parts in order.
 
-    Args:
-        chain: the chain with the stages of all parts.
-        plans: the plans of the parts, in order.
-        needs: for each value that comes in, whether its gradient is wanted.
+    `needs` says for each value that comes in whether its gradient is wanted.
     """
     joined = CallPlan(plans[0].dtype, needs)
     joined.chain = chain

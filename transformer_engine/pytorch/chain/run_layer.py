@@ -58,10 +58,8 @@ _VALUES = ("hidden_states", "encoder_output")
 def run_layer(layer: FlowModule, values: Sequence[torch.Tensor], *groups: dict[str, Any]) -> Any:
     """Run a layer's `data_flow`, as one node of autograd's graph or part by part.
 
-    Args:
-        layer: the layer to run.
-        values: the values that come in: hidden states, then encoder output if the layer gets it.
-        groups: further arguments by name, those that differ from their defaults.
+    `values` are the hidden states, then encoder output if the layer gets it; `groups` are further
+    arguments by name, those that differ from their defaults.
     """
     if torch.compiler.is_compiling():
         result = call_operator(layer, values, groups)

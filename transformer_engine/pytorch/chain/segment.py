@@ -120,12 +120,9 @@ class Segment:
     def forward(
         self, plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
     ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Trace]:
-        """Run the forward.
+        """Run the forward; `inputs` are the values that it reads, and its parameters.
 
-        Args:
-            plan: the plan of the call.
-            inputs: the values that it reads, and its parameters.
-            state: scaling state, if the plan has stand-ins for it (`CallPlan.state`).
+        `state` is scaling state, if the plan has stand-ins for it (`CallPlan.state`).
 
         Returns:
             The values that it makes, the tensors to save, and the trace.

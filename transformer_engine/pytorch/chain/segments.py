@@ -36,12 +36,9 @@ _MOST_SHAPES = 32  # recorded for one plan
 def forward(
     plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
 ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Sequence[Trace]]:
-    """Run the forward of a plan.
+    """Run the forward of a plan; `inputs` are the values that come in, and the parameters.
 
-    Args:
-        plan: the plan of the call.
-        inputs: the values that come in, and the parameters.
-        state: scaling state, if the plan has stand-ins for it (`CallPlan.state`).
+    `state` is scaling state, if the plan has stand-ins for it (`CallPlan.state`).
 
     Returns:
         What the chain returns, the tensors to save for the backward, and the traces of the call.
@@ -87,13 +84,8 @@ def backward(
 ) -> list[torch.Tensor | None]:
     """Gradients of the values that came in and of the parameters.
 
-    Args:
-        plan: the plan of the forward.
-        grad_outputs: gradients of what the chain returned, contiguous.
-        tensors: saved by the forward. The list is emptied, which frees memory after each segment.
-        traces: the traces of the forward.
-        targets: targets of weight gradients.
-        state: as in the forward.
+    `grad_outputs` are contiguous. The list `tensors`, saved by the forward, is emptied, which frees
+    memory after each segment.
     """
     chain = plan.chain
     only = traces[0].segment if len(traces) == 1 and traces[0].stages is None else None

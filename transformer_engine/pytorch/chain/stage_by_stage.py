@@ -21,14 +21,10 @@ from transformer_engine.pytorch.parallel.collectives import lent, release, waite
 
 
 def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> list[Saved]:
-    """Run some steps of a plan's chain, stage by stage, without autograd.
+    """Run the steps from `start` to `stop - 1`, stage by stage and without autograd.
 
-    Args:
-        plan: the plan of the call.
-        values: the values of the chain, parameters included. Results and new seeds are added to
-            the list, and a value is removed after its last reader has run.
-        start: the first step.
-        stop: the step behind the last one.
+    `values` are those of the chain, parameters included. Results and new seeds are added to the
+    list, and a value is removed after its last reader has run.
 
     Returns:
         What each step saved.
@@ -126,15 +122,11 @@ def run_backward(
     stop: int,
     regathered: Any = None,
 ) -> Any:
-    """Run the backward of some steps, the last one first, stage by stage.
+    """Run the backward of the steps from `start` to `stop - 1`, the last one first.
 
-    Args:
-        plan: the plan of the forward.
-        grads: gradients of all values, parameters included. The steps add their gradients to it.
-        record: what the steps saved. It is emptied, which frees memory after each stage.
-        start: the first step.
-        stop: the step behind the last one.
-        regathered: the input of the first step, see `Stage.regather`; it may be pending.
+    The steps add their gradients to `grads`, those of all values, parameters included. `record`,
+    what the steps saved, is emptied, which frees memory after each stage. `regathered` is the input
+    of the first step, see `Stage.regather`; it may be pending.
 
     Returns:
         The task of the first step, if it is to run once the collective before it has started, or in

@@ -28,13 +28,9 @@ def unpacked(weight: Any) -> tuple[torch.Tensor, Operands | None]:
 
 
 def cast_weights(plan: CallPlan, values: list[Any], start: int, stop: int) -> dict[int, list[Any]]:
-    """The parameters of steps whose weights have been cast, by the number of the step.
+    """The parameters of steps whose weights have been cast together, by the number of the step.
 
-    Args:
-        plan: the plan of the call.
-        values: the values of the chain, parameters included.
-        start: the first step.
-        stop: the step behind the last one.
+    The steps are `start` to `stop - 1`; `values` are those of the chain, parameters included.
     """
     batches: dict[Hashable, list[tuple[int, OperandRequest]]] = {}
     steps, plans = plan.chain.steps, plan.stage_plans

@@ -54,11 +54,8 @@ class Subject:
     ) -> Any:
         """Run the callable; `first_microbatch` overrides `is_first_microbatch` in all its modules.
 
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            first_microbatch: None leaves `is_first_microbatch` as callers pass it.
-            function: the function to call; None is the original `forward`.
+        None leaves `is_first_microbatch` as callers pass it. The original `forward` is called if
+        there is no other `function`.
         """
         function = function or self.forward
         if first_microbatch is None:
@@ -150,9 +147,7 @@ class _Replacement:
 def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any]:
     """A callable without a graph, with the interface of one that has a graph.
 
-    Args:
-        function: the callable.
-        caches: calls pass `is_first_microbatch`, see `cache_quantized_params`.
+    If it `caches`, calls pass `is_first_microbatch`, see `cache_quantized_params`.
     """
     subject = Subject(function, "")
     if caches and subject.module is not None and not subject.takes_first:

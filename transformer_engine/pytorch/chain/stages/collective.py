@@ -56,12 +56,9 @@ from transformer_engine.pytorch.parallel.peer_memory import peer_tensors
 
 
 def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False) -> list[Stage]:
-    """The stage before a column-parallel Matmul; none on one rank.
+    """The stage before a column-parallel Matmul, number `index` of its chain; none on one rank.
 
-    Args:
-        ranks: the ranks that share the Matmul.
-        index: number of the Matmul in its chain.
-        gathered_tap: the chain also returns the gathered input.
+    With `gathered_tap` the chain also returns the gathered input.
     """
     if ranks.size == 1:
         return []
@@ -78,11 +75,8 @@ def behind_rows(ranks: TensorParallel) -> list[Stage]:
 class Collective(Stage):
     """Base of the collectives: a separate segment, or recorded together with other stages.
 
-    Collectives through memory that all ranks have mapped can be recorded: one-shot collectives,
-    and large ones that are transferred in parts.
-
-    Args:
-        ranks: the ranks that take part.
+    Collectives through memory that all ranks have mapped can be recorded: one-shot collectives, and
+    large ones that are transferred in parts.
     """
 
     communicates = True

@@ -30,12 +30,9 @@ _PRODUCT_ROWS = 16  # parts can be multiplied one by one if their rows are a mul
 
 
 def gather_rows(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
-    """Gather the rows of all ranks into an `Fp8Matrix`.
+    """Gather the rows of all ranks into an `Fp8Matrix`; for `in_parts` see `all_gather`.
 
-    Args:
-        matrix: codes `[..., k]`; blocks do not reach from one rank's rows into another's.
-        group: process group.
-        in_parts: see `all_gather`.
+    Codes are `[..., k]`; blocks do not reach from one rank's rows into another's.
     """
     codes = all_gather(matrix.codes, group, in_parts)
     scales = _gather_scales(matrix, group)
@@ -49,10 +46,7 @@ def gather_rows(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pendin
 def gather_both_sides(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
     """Gather the rows of all ranks into `Operands`, with the transpose as the column-wise side.
 
-    Args:
-        matrix: see `gather_rows`; its layout has a transpose.
-        group: process group.
-        in_parts: see `all_gather`.
+    See `gather_rows`; the layout of `matrix` has a transpose.
     """
     rows = gather_rows(matrix, group, in_parts)
     if rows.has_parts:
@@ -63,10 +57,8 @@ def gather_both_sides(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> 
 def gather_transposed(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
     """Gather the rows of all ranks, and transpose them: an `Fp8Matrix` `[k, rows of all ranks]`.
 
-    Args:
-        matrix: see `gather_rows`; its layout has a transpose.
-        group: process group.
-        in_parts: each rank writes its columns to peer memory, where there is any.
+    See `gather_rows`; the layout of `matrix` has a transpose. With `in_parts` each rank writes its
+    columns to peer memory, where there is any.
     """
     memory = None
     if _has_parts(matrix):
@@ -176,10 +168,8 @@ class _TransposedGather(Pending):
 def gather_columns(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
     """Gather column-wise codes of all ranks into an `Fp8Matrix` `[k, rows of all ranks]`.
 
-    Args:
-        matrix: codes `[k, rows]` of the transpose, in blocks along the rows.
-        group: process group.
-        in_parts: see `all_gather`.
+    Codes are `[k, rows]` of the transpose, in blocks along the rows; for `in_parts` see
+    `all_gather`.
     """
     codes = all_gather(matrix.codes, group, in_parts)
     # These scales are stored block by block along the rows, so ranks follow one another in memory.

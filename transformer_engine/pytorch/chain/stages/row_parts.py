@@ -18,11 +18,8 @@ def product_of_parts(
 ) -> torch.Tensor:
     """Multiply rows that arrive rank by rank, each part as soon as it is there.
 
-    Args:
-        parts: `Operands` of one rank after the other.
-        columns: number of columns of the product.
-        dtype: dtype of the product.
-        multiply: writes the product of some rows into a given tensor.
+    `parts` are `Operands` of one rank after the other; `multiply` writes the product of some rows,
+    which has `columns` columns, into a given tensor.
     """
     out: Any = None
     for rank, part in parts.each:
