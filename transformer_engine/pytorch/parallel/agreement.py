@@ -71,12 +71,8 @@ def agree_once(
 ) -> None:
     """`agree` before the first call with these facts; later calls cost nothing.
 
-    Args:
-        op: the function that calls this.
-        groups: process groups whose ranks must agree, see `agree`.
-        facts: what must be equal on all ranks, by name.
-        values: returns further facts that may differ from call to call; they are compared only
-            before the first call with these `facts`.
+    `values` returns further facts that may differ from call to call; they are compared only before
+    the first call with these `facts`.
     """
     if torch.compiler.is_compiling() or is_capturing():
         return

@@ -80,9 +80,7 @@ class Pending:
     def then(self, finish: Finish, of_part: Finish | None = None) -> Pending:
         """A pending `finish(result)`.
 
-        Args:
-            finish: a function of the whole result.
-            of_part: the same function for the rows of one rank; None if it needs the whole.
+        `of_part` does the same with the rows of one rank; it is None if `finish` needs the whole.
         """
         made = Pending(None, self, lambda _: finish(self.result))
         if of_part is not None and self.has_parts:
@@ -240,10 +238,8 @@ def _received_bytes(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> i
 def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
     """Whether a collective takes so long that it should overlap with other work.
 
-    Args:
-        x: the input on one rank.
-        ranks: the number of ranks that take part.
-        whole: `x` has the size of the tensor of all ranks; else it is one rank's part of that.
+    `x` is the input on one rank: `whole` says that it has the size of the tensor of all ranks, and
+    not that of one rank's part.
     """
     return _received_bytes(x, ranks, whole) > capture.HOST_BOUND_BYTES
 
@@ -251,10 +247,7 @@ def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
 def memory_for_parts(x: torch.Tensor | LazyProduct, group: Any, whole: bool) -> PeerMemory | None:
     """Peer memory for a collective in parts; None if parts would take longer, or there is none.
 
-    Args:
-        x: the input on one rank.
-        group: process group.
-        whole: see `is_large`.
+    For `x` and `whole` see `is_large`.
     """
     ranks = dist.get_world_size(group)
     if _received_bytes(x, ranks, whole) < capture.HOST_BOUND_BYTES:
@@ -279,13 +272,8 @@ class Way(NamedTuple):
 def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: bool = False) -> Way:
     """How a collective runs; during CUDA graph capture, those of torch run on separate streams.
 
-    In compiled code torch runs all collectives.
-
-    Args:
-        x: the input on one rank.
-        group: process group.
-        whole: see `is_large`.
-        in_parts: use peer memory if there is any for tensors of this size.
+    In compiled code torch runs all collectives. `in_parts` uses peer memory if there is any for
+    tensors of this size. For `x` and `whole` see `is_large`.
     """
     if torch.compiler.is_compiling():
         return Way(None, None, False)
@@ -301,10 +289,7 @@ def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: boo
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     """The sum (or maximum) over the ranks, in the memory of `x`; in compiled code a fresh tensor.
 
-    Args:
-        x: contiguous, of equal shape on all ranks.
-        group: process group.
-        op: `sum` or `max`.
+    `x` is contiguous, of equal shape on all ranks; `op` is `sum` or `max`.
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_reduce(x, op, group)))
@@ -319,11 +304,8 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
 def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
     """Concatenate the tensors `[rows, ...]` of all ranks to `[ranks * rows, ...]`.
 
-    Args:
-        x: contiguous, of equal shape on all ranks.
-        group: process group.
-        in_parts: use peer memory if there is any for tensors of this size, so that the result has
-            `parts`.
+    `x` is contiguous, of equal shape on all ranks. `in_parts` uses peer memory if there is any for
+    tensors of this size, so that the result has `parts`.
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
@@ -346,11 +328,8 @@ def reduce_scatter(
 ) -> Pending:
     """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`.
 
-    Args:
-        x: contiguous, or a `LazyProduct`, whose rows are computed when they are sent.
-        group: process group.
-        bias: `[cols]`, of the dtype of `x`, added to the sum; may be None.
-        in_parts: see `all_gather`.
+    `x` is contiguous, or a `LazyProduct`, whose rows are computed when they are sent. `bias`,
+    `[cols]` of the dtype of `x`, is added to the sum. For `in_parts` see `all_gather`.
     """
     if torch.compiler.is_compiling():
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
@@ -372,9 +351,7 @@ def reduce_scatter(
 def all_to_all(x: torch.Tensor, group: Any) -> Pending:
     """Part r of the first axis goes to rank r; part r of the result comes from rank r.
 
-    Args:
-        x: contiguous, of equal shape on all ranks.
-        group: process group.
+    `x` is contiguous, of equal shape on all ranks.
     """
     way = way_of(x, group, whole=True)
     if way.one_shot is not None:

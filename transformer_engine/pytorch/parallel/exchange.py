@@ -123,13 +123,9 @@ def send_to_next(
 ) -> Sequence[PendingReceive]:
     """Send tensors to the next rank of a ring, and receive those of the previous rank.
 
-    Copy engines move large tensors where the ranks share a host, so that kernels do not wait.
-
-    Args:
-        tensors: of equal sizes on all ranks.
-        group: the ring.
-        reverse: send to the previous rank and receive from the next one.
-        turn: how many tensors the call of a ring has sent before these.
+    Tensors have equal sizes on all ranks. Copy engines move large ones where the ranks share a
+    host, so that kernels do not wait. With `reverse` a rank sends to the previous rank and receives
+    from the next one. `turn` is how many tensors the call of a ring has sent before these.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     step = -1 if reverse else 1
@@ -146,10 +142,8 @@ class SummandExchange:
     """Sums, one for each rank, of summands that all ranks send to that rank.
 
     This is a reduce-scatter whose summands become known one after the other, as in the backward of
-    ring attention. Summands are added in fp32, and the sum is rounded once, to their dtype.
-
-    Args:
-        group: process group; all its ranks make the same calls in the same order.
+    ring attention. Summands are added in fp32, and the sum is rounded once, to their dtype. All
+    ranks of the group make the same calls in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -162,12 +156,8 @@ class SummandExchange:
     def send(self, summands: Sequence[torch.Tensor], to: int, source: int) -> None:
         """Send summands to the rank `to`, and begin to receive those of the rank `source`.
 
-        Over all calls, each other rank is `to` once and `source` once.
-
-        Args:
-            summands: one or two, of equal sizes on all ranks, and in all calls.
-            to: rank in the group.
-            source: rank in the group.
+        Over all calls, each other rank of the group is `to` once and `source` once. There are one
+        or two summands, of equal sizes on all ranks and in all calls.
         """
         summands = [x.contiguous() for x in summands]
         if not self._sent:
@@ -184,11 +174,7 @@ class SummandExchange:
             transfer.send(to, x)
 
     def results(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of this rank, after it has sent to all other ranks.
-
-        Args:
-            own: this rank's own summands.
-        """
+        """The sums of this rank with its own summands, after it has sent to all other ranks."""
         if self._transfers is not None:
             in_memory = zip(self._transfers, own, strict=True)
             sums = [transfer.receive_sum(x.contiguous(), None) for transfer, x in in_memory]

@@ -54,12 +54,7 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
 
 
 def mark_own_tokens(module: nn.Module, ranks: TensorParallel) -> None:
-    """Mark a module whose ranks compute gradients from their own tokens alone.
-
-    Args:
-        module: any module.
-        ranks: the ranks to sum its gradients over.
-    """
+    """Mark a module of which each of the `ranks` computes gradients from its own tokens alone."""
     setattr(module, _TOKENS, ranks)
 
 

@@ -47,12 +47,8 @@ class MappedMemory(NamedTuple):
 def map_memory(group: Any, device: torch.device, size: int) -> MappedMemory | None:
     """Map memory; None on all ranks if some rank cannot map the memory of another.
 
-    All ranks must call this. On GPUs it waits for the device.
-
-    Args:
-        group: process group.
-        device: the device of this rank.
-        size: the size of the memory of each rank, in bytes.
+    All ranks must call this, each for memory of `size` bytes on its device. On GPUs it waits for
+    the device.
     """
     found = _among_gpus(group, device, size) if device.type == "cuda" else _in_file(group, size)
     if found is not None:

@@ -165,10 +165,7 @@ class Meeting:
     def failed(self, doing: str, seconds: float, error: object) -> str:
         """The message about a failed collective: which ranks are stuck, and which are absent.
 
-        Args:
-            doing: see `hold`.
-            seconds: how long this rank has waited.
-            error: torch's message.
+        This rank has waited for `seconds`, and `error` is torch's message; for `doing` see `hold`.
         """
         text = f"[{self._op}] a collective of {listed(self.ranks)} failed in {doing}: {error}"
         try:

@@ -87,9 +87,7 @@ def _part_and_groups(
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """This rank's part of a DTensor, and the groups of ranks with other parts.
 
-    Args:
-        gradient: a DTensor.
-        known: a cache of groups, by mesh and by which dimensions of the mesh shard the gradient.
+    `known` caches groups, by mesh and by which dimensions of the mesh shard the gradient.
     """
     if any([one.is_partial() for one in gradient.placements]):  # no rank has values of the whole
         replicate = dtensors().Replicate()

@@ -35,11 +35,6 @@ class OneShot:
     All ranks must call the same collectives in the same order. Calls on different streams run one
     after the other.
 
-    Args:
-        group: process group.
-        device: the device of this rank.
-        memory: a `MappedMemory` of the group.
-
     Attributes:
         tensors: persistent tensors that calls read and write beside their arguments.
     """

@@ -41,12 +41,8 @@ def peer_memory(
 
     The result is the same on all ranks. For tensors that are larger than before, the call waits for
     the GPU and allocates memory, but not while a call is recorded or captured into a CUDA graph.
-
-    Args:
-        group: process group.
-        device: the device of the tensors.
-        count: the bytes of each tensor.
-        ring: a rank sends only to the next rank and to the previous one.
+    Each tensor has `count` bytes. In a `ring` a rank sends only to the next rank and to the
+    previous one.
 
     Raises:
         NotRecordedError: while recording, if the call needs new memory.
@@ -159,10 +155,8 @@ class PeerMemory:
     def start(self, collective: Any, slot: int) -> Transfer:
         """A new transfer for a collective, whose `wait` must call `Transfer.receive`.
 
-        Args:
-            collective: the collective that will receive the transfer.
-            slot: the slot of the memory, the same on all ranks. If an earlier transfer still waits
-                in the slot, it is received now.
+        The slot is the same on all ranks. If an earlier transfer still waits in it, that one is
+        received now.
         """
         for transfer, started in [*self.waiting]:
             if transfer.slot == slot:
@@ -188,12 +182,7 @@ class PeerMemory:
 
 
 class Transfer:
-    """The tensors that ranks send each other for one collective.
-
-    Args:
-        memory: peer memory.
-        slot: the slot of the memory.
-    """
+    """The tensors that ranks send each other for one collective, in a slot of peer memory."""
 
     def __init__(self, memory: PeerMemory, slot: int) -> None:
         self.memory, self.slot = memory, slot
@@ -255,9 +244,7 @@ class Transfer:
     def borrow(self, like: torch.Tensor, sender: int) -> torch.Tensor:
         """The tensor from a rank, in peer memory, valid until `release`; waits for own sends, too.
 
-        Args:
-            like: as in `receive`.
-            sender: the rank.
+        For `like` see `receive`.
         """
         memory, slot = self.memory, self.slot
         self._come_next()
@@ -277,10 +264,8 @@ class Transfer:
         """The sum of `own` and of the tensors of all others, added in fp32 and rounded once.
 
         Like `receive`, it waits for collectives that were started earlier, and for its own sends.
-
-        Args:
-            own: contiguous, with the shape and dtype of those received.
-            bias: `[cols]`, of the dtype of `own`, added to the sum; may be None.
+        `own` is contiguous, with the shape and dtype of those received; `bias`, `[cols]` of its
+        dtype, is added to the sum.
         """
         self._come_next()
         out = torch.empty_like(own)

@@ -32,9 +32,7 @@ _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 def share_state(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make state dicts of a layer hold whole tensors, as DTensors, and load such tensors.
 
-    Args:
-        module: a layer that ranks share; its submodules are included.
-        mesh: a mesh with a dimension `tp`.
+    Submodules are included. The mesh has a dimension `tp`.
     """
     for part in module.modules():
         shards = {one.name: one.shard for one in held(part) if one.shard and "." not in one.name}

@@ -26,13 +26,8 @@ from transformer_engine.pytorch.tensor.writing import ShardRanks
 def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Module:
     """The same layer for several ranks, on meta; the layer itself stays as it is.
 
-    Args:
-        path: the layer's name in the model, for messages.
-        module: a layer of this package.
-        changes: the arguments of the constructor that change.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: see `parallelize`.
+    Messages name the layer `path`; `changes` are the arguments of the constructor that change. For
+    errors see `parallelize`.
     """
     where = f"(module {path!r})" if path else f"(layer {getattr(module, 'name', '?')})"
     arguments = made_with(module)
