@@ -17,10 +17,7 @@ from transformer_engine.pytorch.fp8.process_state import process_state
 def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) -> None:
     """`warnings.warn`; while torch compiles, only once for each text.
 
-    Args:
-        text: for the user.
-        stacklevel: as in `warnings.warn`, counted from the caller.
-        category: as in `warnings.warn`.
+    `stacklevel` is counted from the caller.
     """
     if torch.compiler.is_compiling():
         _warn_while_tracing(text, text, category)
@@ -31,10 +28,7 @@ def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) 
 def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
     """Warn, unless there was a warning about the same thing before.
 
-    Args:
-        text: for the user.
-        about: name of the thing; if empty, the text itself.
-        stacklevel: as in `warn`.
+    `about` names the thing; if it is empty, the text itself does.
     """
     if torch.compiler.is_compiling():
         _warn_while_tracing(text, about or text)

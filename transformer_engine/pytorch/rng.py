@@ -281,13 +281,9 @@ def _lent(generator: torch.Generator) -> Iterator[None]:
 
 
 class StatesOf:
-    """A context in which a tracker has earlier states, for a recompute.
+    """A context in which a tracker has earlier states, a `snapshot`, for a recompute.
 
     It may be entered again each time that autograd runs a graph.
-
-    Args:
-        tracker: the tracker.
-        states: a `snapshot` of its states.
     """
 
     def __init__(self, tracker: Any, states: Any) -> None:

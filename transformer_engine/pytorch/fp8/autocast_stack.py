@@ -199,11 +199,8 @@ class AutocastStack:
         """Add the states of a module that runs in the innermost scope to the step.
 
         A call that leaves no amax is ignored: its states would leave the group of an earlier call
-        whose backward is still to come.
-
-        Args:
-            states: the states of the module.
-            recording: autograd records the call, now or in a recompute.
+        whose backward is still to come. `recording` says whether autograd records the call, now or
+        in a recompute.
         """
         if not self.scope.leaves_amaxes(recording):
             return

@@ -80,10 +80,7 @@ def count_amaxes(
 def record_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
     """Remember that a layer was compiled in an FP8 scope, and check the scope of a recompute.
 
-    Args:
-        kind: class of the layer.
-        weights: shapes of its weights.
-        fp8: the scope is enabled.
+    `kind` is the class of the layer, and `weights` are the shapes of its weights.
 
     Raises:
         RuntimeError: a layer is compiled within a backward and outside of any scope, but such a

@@ -55,11 +55,7 @@ class Counter:
         return CountingApart(self._apart)
 
     def totals(self, reset: bool = False) -> dict[Any, int]:
-        """All counts.
-
-        Args:
-            reset: start counting anew.
-        """
+        """All counts; with `reset` they start anew."""
         totals = dict(self._counts)
         for group in list(self._groups.values()):  # other threads may add groups
             for key, number in group.counts.items() if group.times else ():

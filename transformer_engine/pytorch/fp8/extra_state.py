@@ -53,12 +53,7 @@ class StateBytes(torch.Tensor):
 
 
 def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """The state of a module as bytes on the CPU.
-
-    Args:
-        scaling: the scaling states of both directions; empty without delayed scaling.
-        weights: the scales of the weights that are kept in FP8.
-    """
+    """Scaling states of both directions, if any, and scales of FP8 weights, as bytes on the CPU."""
     if not (scaling or weights):
         return torch.empty(0, dtype=torch.uint8).as_subclass(StateBytes)
     states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []
@@ -75,14 +70,9 @@ def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ())
 def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict[str, ScalingState]:
     """The states that `pack` has packed; empty for None, empty tensors and unknown contents.
 
-    Contents of another origin (pickles of other versions) are never executed: they are skipped
-    with one warning, and scaling starts anew.
-
-    Args:
-        state: the entry of a state dict.
-        layer: name of the layer, for messages.
-        weights: weights of the layer's GEMMs; any of them may have been kept in FP8 where the
-            state was made.
+    Contents of another origin (pickles of other versions) are never executed: they are skipped with
+    one warning, and scaling starts anew. Any of `weights`, those of the layer's GEMMs, may have
+    been kept in FP8 where the state was made.
 
     Raises:
         ValueError: truncated, inconsistent or damaged contents.
@@ -140,10 +130,7 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
 def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:
     """The fp32 scales of each weight that was kept in FP8; None if their number does not fit.
 
-    Args:
-        state: the entry of a state dict.
-        sizes: the number of scales of each weight.
-        layer: name of the layer, for messages.
+    `state` is the entry of a state dict, `sizes` the number of scales of each weight.
     """
     raw = _bytes_of(state)
     if raw is None or not _is_ours(raw):

@@ -78,11 +78,7 @@ class Columns(NamedTuple):
     step_amaxes: Sequence[torch.Tensor] = ()
 
     def record_amaxes(self, after: torch.Tensor) -> None:
-        """Add the amaxes of a call in compiled code to those of the step.
-
-        Args:
-            after: a result of the call.
-        """
+        """Add the amaxes of a call in compiled code to those of the step; `after` is its result."""
         if self.call_values is not None:
             count_amaxes(after, self.call_values, [*self.step_amaxes])
 
@@ -94,14 +90,10 @@ def columns_of(
     flush: bool,
     recomputed: bool,
 ) -> Columns:
-    """Columns of a module's forward state, for a call.
+    """Columns of a module's forward state, for a call; scales and amaxes are fp32 `[1]` each.
 
-    Args:
-        scales: fp32 `[1]` each.
-        amaxes: fp32 `[1]` each.
-        recording: autograd records the call.
-        flush: the scope was entered in compiled code.
-        recomputed: the backward of a compiled graph may recompute the call.
+    `flush` says that the scope was entered in compiled code, `recomputed` that the backward of a
+    compiled graph may recompute the call.
     """
     untraced: list[torch.Tensor | None] = [None] * len(scales)
     if not (flush or (recording and torch.compiler.is_compiling())):
@@ -298,11 +290,8 @@ def with_weight_scales(
     """The scaling states, with the scales of weights kept in FP8 in the columns of these weights.
 
     Such weights are never cast, so those columns do not have their scales. A module that loads the
-    state but keeps its weights in high precision starts with them.
-
-    Args:
-        scaling: the states by direction.
-        weights: scales of the weight of each GEMM, fp32 `[2]`.
+    state but keeps its weights in high precision starts with them. `weights` are the scales of the
+    weight of each GEMM, fp32 `[2]`.
     """
     forward = deepcopy(scaling[FORWARD])
     for gemm, scales in enumerate(weights):
@@ -339,12 +328,7 @@ class _CalibratingQuantizer(IdentityQuantizer):
 
 
 def described_gemm(description: Any, columns: Any) -> GemmQuantizers:
-    """Rebuild the quantizers of a GEMM.
-
-    Args:
-        description: a `GemmQuantizers.description`.
-        columns: `GemmColumns` of scaling state; None without scaling state.
-    """
+    """Rebuild the quantizers of a GEMM; `columns` is None without scaling state."""
     *six, accumulation = description
     of_each = (*(columns or (None, None, None)), None, None, None)
     made = [DESCRIBED[one[0]].rebuilt(one, own) for one, own in zip(six, of_each, strict=True)]

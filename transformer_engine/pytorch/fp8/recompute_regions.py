@@ -135,11 +135,7 @@ class RecomputeRegion:
 
 
 class UnknownRegion(RecomputeRegion):
-    """Stands for one of several regions: the first one with a call left of the layer that runs.
-
-    Args:
-        regions: the most probable one first.
-    """
+    """Stands for the most probable of several regions with a call left of the layer that runs."""
 
     def __init__(self, regions: Iterable[RecomputeRegion]) -> None:
         super().__init__(foreign=True)

@@ -258,10 +258,7 @@ class ScalingMembers:
 class ScalingGroup:
     """States of modules that run together; see the top of this file.
 
-    Args:
-        recipe: a recipe that keeps state.
-        process_group: the process group over which amaxes are reduced.
-        compiled: a number, not 0, if the modules are in compiled code; they stay in the group.
+    `compiled` is a number, not 0, if the modules are in compiled code; they stay in the group.
     """
 
     def __init__(self, recipe: Any, process_group: Any, compiled: int = 0) -> None:

@@ -240,10 +240,7 @@ def _cast(
 def validate(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
     """Raise if the recipe cannot use the module's FP8 weights; warn if they are dequantised.
 
-    Args:
-        module: the module.
-        recipe: the recipe of the call.
-        enabled: the call runs in FP8; if not, weights are dequantised.
+    Weights are dequantised if the call does not run in FP8 (`enabled` is False).
     """
     for name, weight in fp8_weights(module).items():
         rowwise = rowwise_of(weight)

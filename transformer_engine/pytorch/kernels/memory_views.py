@@ -13,11 +13,7 @@ from transformer_engine.pytorch.dtypes import TORCH_DTYPES, DType
 def tensor_at(address: int, dtype: int, sizes: tuple[int, ...], device: int) -> torch.Tensor:
     """A contiguous tensor in memory that another tensor owns, and must keep alive.
 
-    Args:
-        address: address of the first byte.
-        dtype: value of `DType`.
-        sizes: sizes of the tensor.
-        device: index of the CUDA device, -1 for the CPU.
+    `dtype` is a value of `DType`, `device` the index of the CUDA device, -1 for the CPU.
     """
     element = TORCH_DTYPES[dtype]
     size = math.prod(sizes) * element.itemsize

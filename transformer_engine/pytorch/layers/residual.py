@@ -13,11 +13,7 @@ from transformer_engine.pytorch.fp8.exporting import exporting
 
 
 class Residual(Part):
-    """The stage `DropoutAdd` as a part.
-
-    Args:
-        with_residual: the stage reads a branch and a residual; otherwise a branch only.
-    """
+    """The stage `DropoutAdd` as a part; without `with_residual` it reads a branch only."""
 
     def __init__(self, with_residual: bool = True) -> None:
         names = ("branch", "residual") if with_residual else ("branch",)

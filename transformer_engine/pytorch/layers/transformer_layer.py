@@ -372,11 +372,8 @@ class TransformerLayer(LayerSettings, FlowModule):
     ) -> Any:
         """The computation of the layer, written for `chain.flow`.
 
-        Args:
-            flow: runs the computation, or lists its stages.
-            values: hidden states; in a decoder also the encoder output.
-            core: arguments of self-attention that differ from their defaults.
-            cross: arguments of cross-attention that differ from their defaults.
+        `values` are the hidden states, in a decoder also the encoder output; `core` and `cross` are
+        arguments of self-attention and cross-attention that differ from their defaults.
         """
         modules: dict[str, Any] = self._modules  # to read a module as attribute costs a microsecond
         (hidden_states, *encoder_output), microbatch = values, core.get("is_first_microbatch")

@@ -57,10 +57,7 @@ def refuse_keywords(
 ) -> NoReturn:
     """Raise TypeError for unknown keywords of a constructor or method, with the nearest known one.
 
-    Args:
-        module: the class or the method.
-        unknown: keywords.
-        further: keywords that are known beside the named parameters.
+    `module` is the class or the method; `further` keywords are known beside its parameters.
     """
     name, known = module.__qualname__, [*inspect.signature(module).parameters]
     if isinstance(module, type):  # a subclass may hand on what it does not name

@@ -156,12 +156,8 @@ class TransformerEngineBaseModule(
     ) -> Any:
         """Run the chain; this is the hot path of small models.
 
-        Args:
-            x: the input.
-            features: the last size that the input must have.
-            parameters: those of the chain.
-            bias: the bias of the last GEMM, whether the chain adds it or not.
-            first_microbatch: the caller's `is_first_microbatch`.
+        `features` is the last size that the input must have, and `bias` the bias of the last GEMM,
+        whether the chain adds it or not.
 
         Returns:
             `out[, bias][, tap]`: the bias with `return_bias`, the tap of the chain's Norm.
@@ -214,13 +210,8 @@ class TransformerEngineBaseModule(
     ) -> CallPlan:
         """The plan of a call in the scope that is open. Plans are cached by what they depend on.
 
-        Args:
-            x: the input.
-            parameters: those of the chain.
-            needs: see `CallPlan`; empty where autograd does not record.
-            first_microbatch: the caller's `is_first_microbatch`.
-            stack: the autocast stack of this thread.
-            in_first_forward: see `CallPlan`.
+        `needs` is empty where autograd does not record. For it and `in_first_forward` see
+        `CallPlan`.
         """
         autocast = autocast_dtype(x)
         if _is_compiling():

@@ -17,15 +17,7 @@ from transformer_engine.pytorch.module.inputs import check_tensors
 
 
 class _Padding(nn.Module):
-    """Base of both modules.
-
-    Args:
-        num_gemms: number of parts.
-        align_size: rows of a padded part are a multiple of it; None is what FP8 needs, 16.
-
-    Raises:
-        ValueError: `num_gemms` or `align_size` below 1.
-    """
+    """Base of both modules."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()

@@ -287,11 +287,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 part._parameters[inside] = None
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise anew; parameters on meta get memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
+        """Initialise anew; parameters on meta get memory first. With `defer_init` do nothing."""
         if not defer_init:
             self._lend()
             for part in self._parts:

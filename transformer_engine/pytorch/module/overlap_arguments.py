@@ -79,11 +79,8 @@ def keep_overlap(
 ) -> None:
     """Keep the `ub_*` arguments of a module, also as the attributes that trainers read.
 
-    Args:
-        module: the module, whose `sequence_parallel` is set already.
-        asked: returned by `overlap_arguments`.
-        others: the further keywords of the constructor.
-        modes: `parallel_mode` of each GEMM of the module.
+    The module's `sequence_parallel` is set already; `asked` is what `overlap_arguments` returned,
+    and `modes` are the `parallel_mode` of each GEMM of the module.
     """
     module._overlap_asked, module.ub_name = asked, asked.name
     module.ub_overlap_ag, module.ub_overlap_rs = asked.gathers, asked.scatters
@@ -101,10 +98,8 @@ def _wanted(module: Any, asked: OverlapArguments, modes: Sequence[str | None]) -
 def request_overlap(module: Any, *modes: str | None, named: bool = False) -> None:
     """Tell the ranks of a module whether they share tokens, and which collectives overlap.
 
-    Args:
-        module: the module, after `keep_overlap`.
-        modes: `parallel_mode` of each GEMM of the module.
-        named: `ub_name` is required if anything overlaps.
+    Call it after `keep_overlap`, with the same `modes`. If `named`, `ub_name` is required where
+    anything overlaps.
 
     Raises:
         ValueError: `ub_name` is missing.

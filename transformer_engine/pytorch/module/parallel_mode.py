@@ -89,10 +89,8 @@ class SharedLinear:
     def bias(self, name: str, size: int, announced: bool = True) -> ParameterSpec:
         """The bias: a shard, or replicated with gradients from the rank's own tokens.
 
-        Args:
-            name: the name of the parameter.
-            size: the size on each rank.
-            announced: set the attribute `sequence_parallel` of a replicated bias.
+        It has `size` elements on each rank. If `announced`, a replicated bias has the attribute
+        `sequence_parallel`.
         """
         attributes: dict[str, Any] = {}
         shard = None
@@ -116,13 +114,8 @@ class SharedLinear:
     ) -> list[Stage]:
         """The Matmul, with the collectives before and after it.
 
-        Args:
-            index: see `Matmul`.
-            layer: see `Matmul`.
-            fuse_wgrad: see `Matmul`.
-            part: see `Matmul`.
-            gathered_tap: the chain also returns the gathered input.
-            save_original_input: see `Matmul`.
+        For the arguments see `Matmul`; with `gathered_tap` the chain also returns the gathered
+        input.
         """
         before: list[Stage] = []
         behind: list[Stage] = []

@@ -335,11 +335,7 @@ class HasParameters:
     _parameter_set: ParameterSet
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise anew; parameters on meta get memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
+        """Initialise anew; parameters on meta get memory first. With `defer_init` do nothing."""
         if not defer_init:
             self._parameter_set.reset(self)  # type: ignore[arg-type]
 

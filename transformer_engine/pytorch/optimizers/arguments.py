@@ -20,12 +20,7 @@ def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
 
 
 def refuse_settings(group: Mapping[str, Any], bias_correction: bool) -> None:
-    """Raise NotImplementedError if a group has settings that must be those of the optimizer.
-
-    Args:
-        group: a parameter group.
-        bias_correction: the optimizer's setting.
-    """
+    """Raise NotImplementedError if a group has settings that must be those of the optimizer."""
     others = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
     pairs = {name: (group.get(name, only), only) for name, only in others.items()}
     refuse_others("FusedAdam", **pairs)

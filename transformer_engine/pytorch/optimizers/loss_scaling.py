@@ -62,12 +62,6 @@ def step_by(scaler: Any, optimizer: Any, closure: Any, step: Callable[[], Any]) 
 
     Meanwhile `optimizer.step` is replaced by `step`, because the hooks of the outer step have run.
 
-    Args:
-        scaler: a `torch.amp.GradScaler`.
-        optimizer: the optimizer.
-        closure: must be None.
-        step: the function that the scaler calls as `optimizer.step`.
-
     Raises:
         TypeError: a scaler of another kind.
         NotImplementedError: a closure, whose gradients the scaler has not seen.

@@ -106,10 +106,7 @@ def initial_master(part: Part, clears: bool) -> torch.Tensor:
     """The first master weight of a parameter: the parameter in fp32.
 
     For an FP8 weight it is the value before the cast, if that is kept and still gives these codes.
-
-    Args:
-        part: the part of the parameter.
-        clears: free the kept value before the cast.
+    With `clears` the kept value is freed before the cast.
     """
     parameter, _, piece = part
     initial = initial_value(parameter)

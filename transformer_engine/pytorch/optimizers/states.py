@@ -20,10 +20,7 @@ def fp32_states(
     """Let `torch.optim.Optimizer.load_state_dict` take state dicts of both kinds, and keep fp32.
 
     Hooks do this after the program's own hooks for state dicts, and before those for the result.
-
-    Args:
-        optimizer: the `FusedAdam`.
-        overwrite: replaces a tensor of a parameter's state by a value, without a cast.
+    `overwrite` replaces a tensor of a parameter's state by a value, without a cast.
     """
     loaded: dict[str, Any] = {}
 
@@ -54,9 +51,7 @@ def fp32_states(
 def steps_of_groups(state_dict: Mapping[str, Any], bias_correction: bool) -> dict[str, Any]:
     """Convert a state dict with one `step` per parameter, as torch's, to one `step` per group.
 
-    Args:
-        state_dict: of either kind; states of parameters that are not dicts stay as they are.
-        bias_correction: the optimizer's setting.
+    States of parameters that are not dicts stay as they are.
 
     Raises:
         NotImplementedError: a group with `amsgrad`, `maximize` or another `bias_correction`.
@@ -84,10 +79,6 @@ def steps_of_groups(state_dict: Mapping[str, Any], bias_correction: bool) -> dic
 
 def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
     """Check the shapes of states, which `copy_` would broadcast; torch checks the groups.
-
-    Args:
-        groups: the groups of the optimizer.
-        state_dict: the state dict to load.
 
     Raises:
         ValueError: a state of another shape than its parameter, or of another type than dict; an

@@ -47,9 +47,6 @@ class StoredStates:
     def check(self, capturable: bool) -> None:
         """Check the dtypes.
 
-        Args:
-            capturable: see `FusedAdam`.
-
         Raises:
             ValueError: dtypes that states cannot have.
             NotImplementedError: fewer bits than fp32 with `capturable`.
@@ -74,10 +71,7 @@ class StoredStates:
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 value of a state; if it is not stored, the value of the parameter.
 
-        Args:
-            state: what is stored for the parameter, by name.
-            parameter: a parameter of the optimizer.
-            name: the name of the state.
+        `state` is what is stored for the parameter, by name.
         """
         found = state.get(name)
         if found is None:
@@ -94,15 +88,9 @@ class StoredStates:
     def store(
         self, state: dict[str, Any], parameter: torch.Tensor, name: str, value: torch.Tensor
     ) -> None:
-        """Store the fp32 value of a state; in place, if there is one.
+        """Store the fp32 value of a state, of the parameter's shape; in place, if there is one.
 
         If the master weight is split, the parameter is written too, because it has the high bits.
-
-        Args:
-            state: see `value`.
-            parameter: a parameter of the optimizer.
-            name: the name of the state.
-            value: fp32, of the parameter's shape.
         """
         if name == _MASTER and self.is_split(parameter):
             high, made = split_master(value)

@@ -106,12 +106,9 @@ def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
 
 
 def record_first_call(module: ScaledModule, where: RecomputeContext, counts: bool) -> Call:
-    """Make the record of a first forward, without its plan.
+    """Make the record of a first forward in the regions `where`, without its plan.
 
-    Args:
-        module: the module that is called.
-        where: the regions of the call.
-        counts: autograd records the call, now or in the recompute.
+    `counts` says whether autograd records the call, now or in the recompute.
     """
     stack = autocast_stack()
     scope = stack.scope
@@ -134,12 +131,9 @@ def made_in_region(
 ) -> tuple[Made, Step | None] | None:
     """Call `make` for a call that may be the first forward or the recompute of a region.
 
-    Args:
-        module: the module that is called.
-        recording: autograd records the call.
-        casts: tells whether a call in a scope casts to FP8.
-        make: called with whether autograd records the call now or in the recompute, and with the
-            record of the first forward if this is a recompute, else None.
+    `recording` says whether autograd records the call, `casts` whether a call in a scope casts to
+    FP8. `make` gets whether autograd records the call now or in the recompute, and the record of
+    the first forward if this is a recompute, else None.
 
     Returns:
         The result of `make`, and the step that ends with the backward of the call; None in high

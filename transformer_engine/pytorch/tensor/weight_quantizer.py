@@ -101,11 +101,7 @@ class WeightQuantizer(Fp8Quantizer):
 
         Values from the state dict of an FP8 weight so get the codes that they had. Values that were
         edited since, or never were in FP8, are cast with scales that follow from their amax.
-
-        Args:
-            values: `[out, in]`.
-            scales: the saved scales, or None.
-            nominal: dtype of the weight, to which the values may have been rounded.
+        `nominal` is the dtype of the weight, to which the values may have been rounded.
         """
         raise NotImplementedError
 
@@ -198,10 +194,7 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
 class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
     """One scale for each block of 128 x 128 values; only such blocks can be transposed.
 
-    Args:
-        power_of_2: round scales down to powers of two.
-        epsilon: smaller amaxes are raised to this value.
-        label: see the base class.
+    For the arguments see `TensorWeightQuantizer`.
     """
 
     made_for = "block scaling"

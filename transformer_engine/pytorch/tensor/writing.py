@@ -157,13 +157,7 @@ def warn_of_lost_alias(tensor: QuantizedTensor, values: torch.Tensor) -> None:
 
 
 def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tensor) -> None:
-    """`write`, without effect where a flag on the device is not 0; the host does not wait for it.
-
-    Args:
-        noop: the flag, one element.
-        tensor: the tensor to write.
-        values: the values, of the same shape.
-    """
+    """`write`, without effect where a flag on the device is not 0, and without a wait for it."""
     quantizer: Any = tensor._quantizer
     recorded = () if quantizer is None else quantizer.persistent_tensors()  # amaxes among them
     candidates = (codes_around(tensor), *tensor.parts, *recorded)

@@ -19,13 +19,7 @@ from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 
 class CurrentQuantizer(Fp8Quantizer, native=True):
-    """Scale from the tensor itself: `fp8_max / max |x|`.
-
-    Args:
-        format: value of `DType`.
-        power_of_2: round scales down to powers of two.
-        epsilon: lower bound of the amax.
-    """
+    """Scale from the tensor itself: `fp8_max / max |x|`; for the arguments see `current_scales`."""
 
     scaling = "fp8_current_scaling"
     casts_columns_later = True
@@ -86,9 +80,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
 class ShardQuantizer(CurrentQuantizer):
     """`CurrentQuantizer` for a rank's rows of a tensor: the scale is that of all ranks' rows.
 
-    Args:
-        one: the quantizer of the whole tensor.
-        group: process group of the ranks.
+    `one` is the quantizer of the whole tensor.
     """
 
     casts_many = False  # each cast has a collective
