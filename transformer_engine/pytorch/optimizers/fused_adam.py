@@ -280,6 +280,7 @@ class FusedAdam(torch.optim.Optimizer):
         count = group["step"] - 1.0 if self.bias_correction else math.inf
         so_far = values[0].new_full((len(values),), count).unbind()
         beta1, beta2 = group["betas"]
+        fused = values[0].device.type in _FUSED
         (adamw if self.adam_w_mode else adam)(
             values,
             [
@@ -290,7 +291,7 @@ class FusedAdam(torch.optim.Optimizer):
             seconds,
             [],
             list(so_far),
-            fused=values[0].device.type in _FUSED,
+            fused=fused,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -299,6 +300,8 @@ class FusedAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        if fused:
+            torch.autograd.graph.increment_version(values)  # torch's kernel does not
         stepped = dict(zip(STATES, (firsts, seconds, values), strict=True))
         for name in self._stored.narrow:
             for (parameter, *_), state, value in zip(parts, states, stepped[name], strict=True):

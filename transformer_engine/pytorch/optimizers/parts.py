@@ -6,7 +6,6 @@ A `Part` is made once a step, because operations on DTensors are slow.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -147,9 +146,7 @@ def write_quantized(
 
 
 def count_writes(parts: Sequence[Part]) -> None:
-    """Increment the versions of parameters: torch's fused kernels write them without doing so.
-
-    FP8 weights count their writes themselves, except DTensors, whose local parts were written.
-    """
-    counts = [part.piece is None or is_dtensor(part.parameter) for part in parts]
-    torch.autograd.graph.increment_version([p.parameter for p in compress(parts, counts)])
+    """Increment the version of DTensors, of which only the local parts were written."""
+    written = [part.parameter for part in parts if is_dtensor(part.parameter)]
+    if written:
+        torch.autograd.graph.increment_version(written)
