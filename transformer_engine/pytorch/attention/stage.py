@@ -7,7 +7,6 @@ calls share a plan, and may be recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -202,6 +201,8 @@ def run_forward(
     It runs without `torch.autocast`, as the backward does: the inputs have their final dtype.
     """
     tracker = call.dropout.tracker
-    own = tracker is not None and backend.draw_seed is None
-    with without_autocast(query.device.type), tracker.fork() if own else nullcontext():
-        return backend.forward(query, key, value, call, needs)
+    with without_autocast(query.device.type):
+        if tracker is None or backend.draw_seed is not None:
+            return backend.forward(query, key, value, call, needs)
+        with tracker.fork():
+            return backend.forward(query, key, value, call, needs)
