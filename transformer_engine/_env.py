@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -84,7 +85,13 @@ def attention_variables() -> AttentionVariables:
     """Read the variables that choose an attention backend, as they are now."""
     if _VARIABLES.keys().isdisjoint(_ATTENTION_KEYS):
         return _DEFAULT
-    values = [os.environ.get(name) for name in _ATTENTION]
+    return _parsed(*map(_VARIABLES.get, _ATTENTION_KEYS))
+
+
+@functools.lru_cache
+def _parsed(*variables: bytes | None) -> AttentionVariables:
+    """The meaning of these values of `_ATTENTION`; None for a variable that is not set."""
+    values = [None if raw is None else os.fsdecode(raw) for raw in variables]
     switches = [value is None or value.strip() != "0" for value in values[:_SWITCHES]]
     numbers = [_number(v) for v in values[_SWITCHES:]]
     backend, flash_backward, workspace, debug, level, fp8_backward = numbers
