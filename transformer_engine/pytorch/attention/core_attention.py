@@ -1,7 +1,7 @@
 """`CoreAttention`: chooses a backend for a call, and plans or runs the stage `Attention` with it.
 
 It also does what is the same for all backends: recomputation (`checkpoint_core_attention`), and the
-special cases of torch.compile, functorch and ONNX export.
+special cases of torch.compile and functorch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 import torch
 
 from transformer_engine.pytorch._torch_private import other_caller_active, refuse_tracing
-from transformer_engine.pytorch.attention.backends import exported
 from transformer_engine.pytorch.attention.backends.backend import (
     NO_BACKWARD,
     Backend,
@@ -28,7 +27,6 @@ from transformer_engine.pytorch.attention.stage import Attention, Options, run_f
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
-from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
 _is_compiling = torch.compiler.is_compiling
@@ -74,8 +72,6 @@ class CoreAttention(Part):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
         """Attention in the format of the call; the result ends with `heads * size`."""
-        if exporting():
-            return exported.attend(query, key, value, call)
         compiling = _is_compiling()
         if compiling and call.context is not None:
             # Context parallel ranks compare their calls in Python.

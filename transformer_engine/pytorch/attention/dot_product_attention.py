@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import constant_in_graphs
+from transformer_engine.pytorch.attention.backends import exported
 from transformer_engine.pytorch.attention.cache.generation import check_params, with_cache
 from transformer_engine.pytorch.attention.context.settings import SharesContext, context_group
 from transformer_engine.pytorch.attention.core import formats
@@ -270,7 +271,7 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )
-        if fp8_output or exporting():
+        if (exports := exporting()) or fp8_output:
             refuse_rare(self, fp8_output, own.qkv_format, inference_params)
         casts = casts_of(self, (query, key, value), checkpoint_core_attention)
         step, cache = None, ""
@@ -281,7 +282,7 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
             )
             cache = inference_params.kind if step is None else step.kind
         call = self._call((query.shape, key.shape, value.shape), query.device, own, cache, casts)
-        out = self._core(query, key, value, call)
+        out = (exported.attend if exports else self._core)(query, key, value, call)
         if casts is not None and casts.columns is not None:
             casts.columns.record_amaxes(out)
         out = out if step is None else step.restored(out)
