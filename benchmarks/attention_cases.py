@@ -84,7 +84,7 @@ def takers(case: Case) -> list[str]:
 
 
 def ours(case: Case, qkv_format: str = "bshd", backend: str | None = None) -> tuple[Call, Call]:
-    """Our forward, and forward + backward; query, key and value are views of one tensor."""
+    """Our forward, and forward + backward; query, key and value are parts of one tensor."""
     arguments: dict[str, Any] = {}
     lengths = [case.sequence] * case.batch
     if case.padded:
@@ -99,7 +99,8 @@ def ours(case: Case, qkv_format: str = "bshd", backend: str | None = None) -> tu
     else:
         lead = [case.batch, case.sequence]
     layout = HeadLayout(case.heads, case.groups, case.size, False)
-    projection = random(*lead, (case.heads + 2 * case.groups) * case.size).requires_grad_()
+    projection = random(*lead, (case.heads + 2 * case.groups) * case.size)
+    inputs = [part.detach().requires_grad_() for part in split_qkv(projection, layout)]
     module = te.DotProductAttention(
         case.heads,
         case.size,
@@ -111,10 +112,10 @@ def ours(case: Case, qkv_format: str = "bshd", backend: str | None = None) -> tu
 
     def forward() -> torch.Tensor:
         with only(backend):
-            return module(*split_qkv(projection, layout), **arguments)
+            return module(*inputs, **arguments)
 
     upstream = random(*lead, case.heads * case.size)
-    return forward, lambda: torch.autograd.grad(forward(), projection, upstream)
+    return forward, lambda: torch.autograd.grad(forward(), inputs, upstream)
 
 
 def _inputs(case: Case, heads_first: bool) -> list[torch.Tensor]:

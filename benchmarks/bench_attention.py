@@ -1,7 +1,7 @@
 """DotProductAttention: each of our backends, compared with direct calls of libraries.
 
 `ratio` is the time of the fastest library divided by ours. Libraries get contiguous tensors; ours
-gets views of one projection, as in a layer. For windows, `ratio` is our time without a window
+gets the parts of one tensor, as in a layer. For windows, `ratio` is our time without a window
 divided by our time with it. Rows named `chosen` are the backend that runs by default. Padding and
 generation are measured by bench_attention_padding.py and bench_generation.py.
 """
