@@ -21,7 +21,7 @@ py::object& gemm_definition() {
 
 bool same(const TensorView& a, const TensorView& b) {
   return a.rank == b.rank && a.dtype == b.dtype && a.device == b.device && a.sizes == b.sizes &&
-         a.is_contiguous() == b.is_contiguous();
+         a.is_contiguous() == b.is_contiguous() && (a.is_contiguous() || a.strides == b.strides);
 }
 
 // Stage by stage, Python copies tensors that attention cannot read because their address is not a
@@ -98,7 +98,7 @@ class Recording {
   // Runs all calls. Returns the tensors of all slots, inputs included; those that were dropped
   // after their last use are None. `inputs` is emptied, so that inputs can be freed as well.
   // Returns None, without having done anything, if an input differs from the recorded one in shape,
-  // dtype, device or contiguity, or is not aligned.
+  // strides, dtype or device, or is not aligned.
   std::optional<py::list> run(py::list& inputs) const {
     const size_t count = inputs_.size();
     if (inputs.size() != count) return std::nullopt;

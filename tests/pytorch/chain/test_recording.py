@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import transformer_engine.pytorch as te
 from transformer_engine import _C
 from transformer_engine.pytorch.chain import recording, segment, segments
+from transformer_engine.pytorch.chain.stand_ins import stand_ins_of
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 MODULES = {
@@ -188,7 +189,7 @@ def test_checkpointing(device, name):
 
 def test_python_that_computes_is_refused():
     x = torch.ones(4)
-    ours = recording.stand_ins([x])
+    ours = stand_ins_of([x])
     found = recording.record([x], ours, (), [], lambda: ([ours[0] + 1], ()))
     assert found == "torch computes: aten.add.Tensor"
     found = recording.record([x], ours, (), [], lambda: ([ours[0].new_empty(4)], ()))
@@ -203,7 +204,7 @@ def test_memory_that_nobody_has_named_is_refused():
         _C.cast(ours[0], y)
         return [ours[0]], ()
 
-    ours = recording.stand_ins([x])
+    ours = stand_ins_of([x])
     found = recording.record([x], ours, (), [], lambda: python(ours, unknown))
     assert found == (
         "memory of bfloat16 (4) on cpu, which no input, output or persistent tensor holds"
@@ -216,7 +217,7 @@ def test_memory_that_nobody_has_named_is_refused():
 
 def test_persistent_tensors_live_as_long_as_the_recording():
     x, scale = torch.ones(4), torch.zeros(4, dtype=torch.bfloat16)
-    ours = recording.stand_ins([x])
+    ours = stand_ins_of([x])
 
     def python(into):
         _C.cast(ours[0], into)
@@ -318,7 +319,7 @@ def test_large_inputs_are_recorded_without_slabs(device, by_stages, recipe):
 def test_memory_is_free_as_soon_as_nobody_needs_it(slabs):
     """This includes inputs: the inputs of a backward are the tensors that the forward saved."""
     x, between = torch.full((4,), 3.0), torch.ones(4)
-    ours = recording.stand_ins([x, between])
+    ours = stand_ins_of([x, between])
 
     def python():
         scratch, result = (torch.empty(4, dtype=torch.bfloat16) for _ in range(2))

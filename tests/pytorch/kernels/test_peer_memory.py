@@ -8,6 +8,7 @@ from rulers import assert_bitwise
 
 from transformer_engine import _C
 from transformer_engine.pytorch.chain import recording
+from transformer_engine.pytorch.chain.stand_ins import stand_ins_of
 
 ROOM = 4096  # bytes of a slot
 ALL_OTHERS = -1  # te::kAllOthers
@@ -257,7 +258,7 @@ def test_what_is_sent_lives_until_the_end(device) -> None:
     ranks = Ranks(2, device)
     own, other = [(ranks.memories[rank], ranks.groups[rank]) for rank in range(2)]
     x = torch.randn(8, 8, device=device)
-    (stand_in,) = recording.stand_ins([x])
+    (stand_in,) = stand_ins_of([x])
 
     def python():
         sent = torch.empty_like(stand_in)

@@ -138,6 +138,10 @@ class Attention(Stage):
         backend, call, *_ = plan.options
         return backend.recordable(call) and (plan.alone or call.context is None)
 
+    def records_strides(self, plan: _Plan) -> bool:
+        """See the base class; under context parallelism keys are copied before they are sent."""
+        return plan.options.call.context is None
+
     def persistent_tensors(self, plan: _Plan) -> Sequence[torch.Tensor]:
         """The persistent tensors of the backend."""
         return plan.options.backend.persistent(plan.options.call)

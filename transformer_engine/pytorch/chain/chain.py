@@ -133,6 +133,7 @@ class Chain:
         kind: see `_kind_of`.
         parts: `(start, stop)` of each range of steps that are planned together.
         communicates: some of its stages are collectives.
+        takes_strides: all of its stages read tensors of any strides.
     """
 
     def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
@@ -156,6 +157,7 @@ class Chain:
         self.steps = tuple(self._linked(steps))
         self.layer = ""  # for messages
         self.communicates = any([step.stage.communicates for step in self.steps])
+        self.takes_strides = all([step.stage.takes_strides for step in self.steps])
         self.gemm_names = self._gemm_names()
         self.kind = _kind_of(self)
 

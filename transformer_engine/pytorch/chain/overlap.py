@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.chain import Targets
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, reader_of
 from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import ParamGradTask
+from transformer_engine.pytorch.chain.stand_ins import Buffers, Tensors, stand_ins_of
 from transformer_engine.pytorch.fp8.casts.operands import Operands, flatten_values, unflatten_values
 from transformer_engine.pytorch.parallel.collectives import lent, release
-
-Buffers = list[torch.Tensor | None]
 
 
 class RecordedParamGradTask(ParamGradTask):
@@ -86,7 +81,7 @@ class RecordedParamGradTask(ParamGradTask):
         return plan.chain.steps[i].stage.backward_params(carry, saved, plan.stage_plans[i])
 
     def _record(self, inputs: Tensors, like: Sequence[Any]) -> Any:
-        stand_ins = recording.stand_ins(inputs)
+        stand_ins = stand_ins_of(inputs)
         first, last = len(flatten_values(like)), len(stand_ins) - (self.target is not None)
         target = None if self.target is None else self.target._replace(main_grad=stand_ins[last])
         read = unflatten_values(stand_ins[:first], like)

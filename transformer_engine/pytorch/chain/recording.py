@@ -17,8 +17,7 @@ after the last one.
 
 Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. If a
 call uses an address in any other memory, the recording is refused; it is also refused if Python
-does more than allocate, make views and call `_C`. Stand-ins are CPU tensors that are never read or
-written, so they take address space but no memory.
+does more than allocate, make views and call `_C`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,14 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import TorchDispatchMode
 from transformer_engine.pytorch.capture import NotRecordedError
+from transformer_engine.pytorch.chain.stand_ins import (
+    PLAIN_TYPES,
+    Buffers,
+    Shape,
+    Tensors,
+    extent,
+    in_memory_of,
+)
 from transformer_engine.pytorch.fp8.counter import CountedGroup
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.memory import aligned, allocators, strides_of
@@ -58,10 +65,6 @@ _VIEWS = {
     _aten.view.default,
     _aten.view.dtype,
 }
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-Buffers = list[torch.Tensor | None]
-Tensors = Sequence[torch.Tensor | None]
 
 
 class BufferSlice(NamedTuple):
@@ -69,8 +72,8 @@ class BufferSlice(NamedTuple):
 
     slot: int
     offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     dtype: torch.dtype
     whole: bool
 
@@ -79,10 +82,14 @@ class BufferSlice(NamedTuple):
         if self.whole:
             return buffer
         start = buffer.storage_offset() * buffer.itemsize + self.offset
-        tensor = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        first = start // self.dtype.itemsize
-        tensor.set_(buffer.untyped_storage(), first, self.shape, self.strides)
-        return tensor
+        return in_memory_of(buffer, start, self.shape, self.strides, self.dtype)
+
+    def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The same as a view, as a backward returns it: `packed_base` finds what it is part of."""
+        if self.whole or buffer.dtype is not self.dtype:
+            return self.within(buffer)
+        first = buffer.storage_offset() + self.offset // self.dtype.itemsize
+        return buffer.as_strided(self.shape, self.strides, first)
 
 
 class Recorded(NamedTuple):
@@ -158,18 +165,11 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def stand_ins(inputs: Tensors) -> Buffers:
-    """CPU tensors with the shapes and dtypes of the inputs, for `record`."""
-    return [
-        None if t is None else torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in inputs
-    ]
-
-
-def is_plain(t: torch.Tensor | None) -> bool:
+def is_plain(t: torch.Tensor | None, any_strides: bool) -> bool:
     """Whether a recording can take this as an input."""
     return t is None or (
-        type(t) in _PLAIN_TYPES
-        and t.is_contiguous()
+        type(t) in PLAIN_TYPES
+        and (any_strides or t.is_contiguous())
         and t.numel() > 0
         and not t.is_meta
         and t.data_ptr() % 16 == 0
@@ -184,6 +184,7 @@ def record(
     python: Callable[[], tuple[Tensors, Tensors]],
     slabs: Slabs = BOTH_SLABS,
     most_bytes: float = float("inf"),
+    any_strides: bool = False,
 ) -> Recorded | str:
     """Record the calls of `_C` that `python` makes.
 
@@ -196,13 +197,14 @@ def record(
         python: returns two lists: results, and what backward will read. Entries may be None.
         slabs: which slabs the recording uses.
         most_bytes: a call that would allocate more than this gets no slabs.
+        any_strides: `python` reads inputs of any strides, without a copy.
 
     Returns:
         What was recorded, or the reason why it cannot be recorded.
     """
     if all(t is None for t in (*inputs, *direct)):
         return "no input is a tensor"
-    if not all(is_plain(t) for t in (*inputs, *direct)):
+    if not all(is_plain(t, any_strides) for t in (*inputs, *direct)):
         return "an input is no contiguous tensor that begins at 16 bytes"
     recorder, watch, state = _C.Recorder(), _Watch(), process_state()
     recorder.start()
@@ -248,7 +250,7 @@ class _BufferPlan:
         self.outputs: list[torch.Tensor] = []
         # (address, bytes, slot, offset) of every tensor that has a place.
         self.ranges = [
-            (t.data_ptr(), t.nbytes, slot, 0) for slot, t in enumerate(known) if t is not None
+            (t.data_ptr(), extent(t), slot, 0) for slot, t in enumerate(known) if t is not None
         ]
 
     @property
@@ -257,10 +259,9 @@ class _BufferPlan:
         return self.saved_bytes + self.scratch_bytes + self.output_bytes
 
     def _range(self, address: int) -> tuple[int, int, int, int] | None:
-        for found in self.ranges:
-            if found[0] <= address < found[0] + found[1]:
-                return found
-        return None
+        """The range with an address; of those of parts of one tensor, the last that has begun."""
+        found = [one for one in self.ranges if one[0] <= address < one[0] + one[1]]
+        return max(found, default=None)
 
     def _allocation(self, address: int) -> torch.Tensor | None:
         for t in self.allocated:

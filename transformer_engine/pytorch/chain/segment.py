@@ -14,9 +14,10 @@ from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.chain import Targets, reader
 from transformer_engine.pytorch.chain.operator_memory import Reading
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
+from transformer_engine.pytorch.chain.recording import BufferSlice, Recorded
 from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import add_grads, run_backward, run_forward
+from transformer_engine.pytorch.chain.stand_ins import Buffers, Tensors, stand_ins_of
 from transformer_engine.pytorch.fp8.casts.operands import (
     OPERAND_TENSORS,
     Operands,
@@ -107,6 +108,8 @@ class Segment:
         self._fp8_weights = [position[v] for v in plan.fp8_weights if v in position]
         stages = [step.stage for step in steps]
         self.joined = recordable and any([stage.communicates for stage in stages])
+        plans = plan.stage_plans[start:stop]
+        self._any_strides = all([a.records_strides(b) for a, b in zip(stages, plans, strict=True)])
         self._caching = [pair for pair in plan.caching if pair[0] in stages]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
@@ -213,7 +216,7 @@ class Segment:
             stand_ins, inputs = [*stand_ins, *plan.state], [*inputs, *direct]
             return recording.record(inputs, stand_ins, (), [], python, self._slabs)
         persistent = self._persistent_tensors(plan)
-        facts = (persistent, python, self._slabs, _MOST_BYTES)
+        facts = (persistent, python, self._slabs, _MOST_BYTES, self._any_strides)
         recorded = recording.record(inputs, stand_ins, direct, *facts)
         if isinstance(recorded, str):
             plan.joins &= not self.joined
@@ -226,7 +229,7 @@ class Segment:
             return None
         operands = self._operands(inputs)
         count = len(inputs) + OPERAND_TENSORS * len(operands)
-        stand_ins = recording.stand_ins(tensors[:count])
+        stand_ins = stand_ins_of(tensors[:count])
         record: list[Saved] = []
         made: list[Any] = []
 
@@ -344,7 +347,7 @@ class Segment:
     def _record_backward(
         self, plan: CallPlan, inputs: Tensors, grads: Sequence[Any], targets: Targets
     ) -> tuple[Recorded, _Reader] | str:
-        stand_ins = recording.stand_ins(inputs)
+        stand_ins = stand_ins_of(inputs)
         first, end = len(flatten_values(grads)), len(inputs)
         if plan.state is not None:
             end -= len(plan.state)
@@ -372,7 +375,7 @@ class Segment:
             recorded = self.record(plan, inputs, stand_ins, (), python)
         if isinstance(recorded, str):
             return recorded
-        return recorded, _unflattening(reader_of(recorded.results), results)
+        return recorded, _unflattening(reader_of(recorded.results, BufferSlice.view_of), results)
 
 
 def _unflattening(read: _Reader, like: Sequence[Any]) -> _Reader:
@@ -383,11 +386,14 @@ def _unflattening(read: _Reader, like: Sequence[Any]) -> _Reader:
     return lambda buffers: unflatten_values(read(buffers), structures)
 
 
-def reader_of(places: Sequence[BufferSlice | None]) -> _Reader:
+def reader_of(
+    places: Sequence[BufferSlice | None],
+    read: Callable[[BufferSlice, torch.Tensor], torch.Tensor] = BufferSlice.within,
+) -> _Reader:
     """A function that takes these tensors out of the buffers of a recorded call."""
     if all(place is not None and place.whole for place in places):
         return reader([place.slot for place in places])  # type: ignore[union-attr]
     return lambda buffers: [
-        None if place is None else place.within(buffers[place.slot])  # type: ignore[arg-type]
+        None if place is None else read(place, buffers[place.slot])  # type: ignore[arg-type]
         for place in places
     ]

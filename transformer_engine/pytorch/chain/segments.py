@@ -18,7 +18,6 @@ from transformer_engine.pytorch.chain.agreement import check_agreement
 from transformer_engine.pytorch.chain.chain import ChainStep, Targets
 from transformer_engine.pytorch.chain.overlap import overlapped_backward
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, Trace, traced
 from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import (
@@ -28,6 +27,7 @@ from transformer_engine.pytorch.chain.stage_by_stage import (
     run_backward,
     run_forward,
 )
+from transformer_engine.pytorch.chain.stand_ins import Tensors
 from transformer_engine.pytorch.parallel.collectives import waited
 
 _MOST_SHAPES = 32  # recorded for one plan
@@ -176,9 +176,10 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     recordings = plan.recordings
     if recordings is None:
         return []
-    first = inputs[0]
-    values = plan.chain.inputs
-    key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
+    first, values = inputs[0], inputs[: plan.chain.inputs]
+    key: Any = tuple([x is None or x.shape for x in values])
+    if plan.chain.takes_strides:
+        key = (key, *[x is None or x.stride() for x in values])
     if plan.in_tf32:
         key = (key, "tf32")
     found: list[Segment] | None = recordings.get(key)

@@ -107,6 +107,10 @@ class Stage:
     options_vary = False
     delayed: Any = None
 
+    def records_strides(self, plan: Any) -> bool:
+        """Whether a recording may take inputs of any strides, because the stage copies none."""
+        return self.takes_strides
+
     def rename(self, layer: str) -> None:
         """Take the new name of the module that the stage is part of."""
 
