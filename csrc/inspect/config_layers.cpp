@@ -14,8 +14,8 @@ const std::vector<std::string> kSelectors = {"exact_layer_names", "layer_name_re
 
 void read_pattern(const Node& node, const ConfigPath& path, const RegexSearch& regex,
                   Selector& selector) {
-  if (!node.is_string()) {
-    path.mistake(node.mark, "expected a regular expression, got " + brief(node));
+  if (!node.is_string() || node.as_string().empty()) {
+    path.mistake(node.mark, "expected a non-empty regular expression, got " + brief(node));
     return;
   }
   try {

@@ -43,10 +43,10 @@ std::vector<std::string> strings(const Node& node, const ConfigPath& path) {
   std::vector<std::string> found;
   size_t index = 0;
   for (const Node* item : as_list(node)) {
-    if (item->is_string()) {
+    if (item->is_string() && !item->as_string().empty()) {
       found.push_back(item->as_string());
     } else {
-      path.at(index).mistake(item->mark, "expected a string, got " + brief(*item));
+      path.at(index).mistake(item->mark, "expected a non-empty string, got " + brief(*item));
     }
     ++index;
   }

@@ -33,7 +33,7 @@ class ConfigPath {
 // Pointers to the items of a list. A single value is a list of one item, and null an empty list.
 std::vector<const Node*> as_list(const Node& node);
 
-// The strings of as_list(node); reports other items as problems.
+// The strings of as_list(node); reports other items, and empty strings, as problems.
 std::vector<std::string> strings(const Node& node, const ConfigPath& path);
 
 // Reports that a value is not a mapping. A null value is reported at its key, `at`, with a hint

@@ -175,3 +175,13 @@ def test_docstrings_are_appended() -> None:
 
     assert Number.__doc__.startswith("Mine.\n")
     assert int.__doc__ in Number.__doc__
+@pytest.mark.parametrize(
+    "layers",
+    [{"layer_types": ["fc1", ""]}, {"exact_layer_names": ""}, {"layer_name_regex_pattern": ""}],
+)
+def test_empty_selectors_are_refused(initialize: Initialize, layers: dict[str, Any]) -> None:
+    feature = {"DisableFP8Layer": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"s\.layers\.\w+.*: expected a non-empty .*, got ''"):
+        initialize({"s": {"enabled": True, "layers": layers, "transformer_engine": feature}})
+
+

@@ -130,9 +130,14 @@ TEST(Config, SelectorMistakes) {
   has("{layer_types: []}",
       "(warning) c.yaml:4:25: s.layers.layer_types: expected at least one word, got []: selects "
       "every layer");
-  has("{layer_types: [fc1, 2]}", "4:31: s.layers.layer_types[1]: expected a string, got 2");
+  has("{layer_types: [fc1, 2]}",
+      "4:31: s.layers.layer_types[1]: expected a non-empty string, got 2");
+  has("{layer_types: [fc1, '']}",
+      "4:31: s.layers.layer_types[1]: expected a non-empty string, got ''");
+  has("{exact_layer_names: ''}", "exact_layer_names[0]: expected a non-empty string, got ''");
+  has("{layer_name_regex_pattern: ''}", "expected a non-empty regular expression, got ''");
   has("{layer_name_regex_pattern: '('}", "expected a regular expression of Python, got '(': ");
-  has("{layer_name_regex_pattern: [a]}", "expected a regular expression, got ['a']");
+  has("{layer_name_regex_pattern: [a]}", "expected a non-empty regular expression, got ['a']");
   has("{layer_numbers: [1, 5-2]}",
       "layer_numbers[1]: expected a number, a range like '2-5', or 'all', got '5-2'");
   has("{layer_numbers: -1}", "layer_numbers[0]: expected a number");
