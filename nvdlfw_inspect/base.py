@@ -65,7 +65,7 @@ class FeatureConfig:
         statistic_keys: For each statistic that may be written as a mapping,
             `{name: {key: value}}`: the kinds of its keys.
         tensors: Names of the tensors that the feature can act on; empty: its configuration names
-            no tensors.
+            no tensors. None: any names, which the program that calls the feature chooses.
         gemms: Whether the configuration has `gemms` or `gemms_struct`.
         scheduled: Whether the configuration may have `freq`, `start_step`, `end_step` and
             `start_end_list`.
@@ -81,7 +81,7 @@ class FeatureConfig:
     keys: Mapping[str, str | Key | Choice] | None = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
     statistic_keys: Mapping[str, Mapping[str, str | Key | Choice]] = field(default_factory=dict)
-    tensors: tuple[str, ...] = ()
+    tensors: tuple[str, ...] | None = ()
     gemms: bool = False
     scheduled: bool = False
     aliases: tuple[str, ...] = ()
@@ -96,7 +96,8 @@ class FeatureConfig:
             "statistics": list(self.statistics),
             "any_case": self.any_case,
             "statistic_keys": {s: _key_rules(keys) for s, keys in self.statistic_keys.items()},
-            "tensors": list(self.tensors),
+            "tensors": list(self.tensors or ()),
+            "any_tensors": self.tensors is None,
             "gemms": self.gemms,
             "scheduled": self.scheduled,
             "aliases": list(self.aliases),

@@ -110,6 +110,7 @@ inspect::FeatureRule rule_of(const py::dict& described) {
   rule.statistics = get("statistics", Names());
   rule.any_case = get("any_case", false);
   rule.tensors = get("tensors", Names());
+  rule.any_tensors = get("any_tensors", false);
   rule.conflicts = get("conflicts", Names());
   rule.takes_gemms = get("gemms", false);
   rule.scheduled = get("scheduled", false);

@@ -39,6 +39,7 @@ struct FeatureRule {
   // The keys of those statistics that may be written as a mapping, `{name: {key: value}}`, by name.
   std::map<std::string, std::vector<KeyRule>> statistic_keys = {};
   std::vector<std::string> tensors = {};  // allowed tensor names; empty: takes no tensors
+  bool any_tensors = false;               // takes tensors of any names, which the program chooses
   bool takes_gemms = false;               // gemms or gemms_struct is required
   bool scheduled = false;                 // freq, start_step, end_step, start_end_list
   // Features that must not act on the same tensor and gemm.

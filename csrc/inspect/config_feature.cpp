@@ -28,7 +28,9 @@ bool has_any(const Node& node, std::initializer_list<std::string_view> keys) {
   return std::ranges::any_of(keys, [&](std::string_view key) { return node.find(key) != nullptr; });
 }
 
-bool accepts_gemms(const FeatureRule& rule) { return rule.takes_gemms || !rule.tensors.empty(); }
+bool accepts_tensors(const FeatureRule& rule) { return rule.any_tensors || !rule.tensors.empty(); }
+
+bool accepts_gemms(const FeatureRule& rule) { return rule.takes_gemms || accepts_tensors(rule); }
 
 // Checks a body as it is written: the keys and values of each level.
 class BodyCheck {
@@ -66,7 +68,7 @@ class BodyCheck {
     add(kind == Level::Gemm, {"gemm"});
     add(kind == Level::Tensor, {"tensor"});
     add(kind == Level::Feature && accepts_gemms(rule_), {"gemms", "gemms_struct"});
-    add(kind != Level::Tensor && !rule_.tensors.empty(), {"tensors", "tensors_struct"});
+    add(kind != Level::Tensor && accepts_tensors(rule_), {"tensors", "tensors_struct"});
     add(!rule_.statistics.empty(), {"stats"});
     add(rule_.scheduled, {"freq", "start_step", "end_step", "start_end_list"});
     for (const KeyRule& key : rule_.keys) keys.push_back(key.name);
@@ -89,16 +91,17 @@ class BodyCheck {
 
   const Strings& tensors() const { return rule_.tensors.empty() ? kTensorNames : rule_.tensors; }
 
-  // A free-form feature may be called by a program with other names than those that layers use, so
-  // an unknown name is only a warning. Outside of the namespace of layers, it is one only if the
-  // name looks like a misspelt one.
+  // A free-form feature, and one that takes any tensors, may be called by a program with other
+  // names than those that layers use, so an unknown name is only a warning. Outside of the
+  // namespace of layers, it is one only if the name looks like a misspelt one.
   void check_name(const Node& node, const Strings& legal, const ConfigPath& path) const {
     if (!node.is_string()) {
       path.mistake(node.mark, "expected a name, got " + brief(node));
     } else if (!has(legal, node.as_string())) {
       const bool meant = rule_.ns == kOfLayers || nearest(node.as_string(), legal).has_value();
-      if (rule_.free_form && !meant) return;
-      (rule_.free_form ? path.as_warnings() : path)
+      const bool own = rule_.free_form || rule_.any_tensors;
+      if (own && !meant) return;
+      (own ? path.as_warnings() : path)
           .mistake(node.mark, expected_one_of(legal, node.as_string()));
     }
   }
@@ -288,7 +291,7 @@ class WholeCheck {
       if (unknown) continue;  // reported by BodyCheck
       const std::optional<Node> config = config_for(use_, raw, gemm, tensor);
       if (!config) continue;
-      if (!rule_.tensors.empty() && !config->find("tensor")) {
+      if (accepts_tensors(rule_) && !config->find("tensor")) {
         missing("tensors or tensors_struct", *config, gemm);
       } else if (rule_.takes_gemms && gemm && tensor && !takes_or_gives(*gemm, *tensor)) {
         strangers_.emplace_back(*gemm, *tensor);

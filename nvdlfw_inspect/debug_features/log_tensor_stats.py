@@ -51,7 +51,7 @@ class LogTensorStats(GenericConfigAPIMapper):
     """
 
     CONFIG: ClassVar = FeatureConfig(
-        keys=None, statistics=tuple(_STATISTICS), any_case=True, scheduled=True
+        statistics=tuple(_STATISTICS), tensors=None, scheduled=True, any_case=True
     )
 
     @api_method

@@ -149,6 +149,24 @@ def test_missing_statistics_of_a_tensor_of_the_program(
         initialize({"s": section("LogTensorStats", "router", "base", **keys)})
 
 
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"tensors": "logits", "frequency": 2},
+            r"\.frequency: .* got 'frequency'; did you mean 'fr",
+        ),
+        ({"tensors_struct": [{"tensor": "x", "stat": "max"}]}, r"\[0\]\.stat: .* mean 'stats'"),
+        ({}, "expected the key tensors or tensors_struct, got none"),
+    ],
+)
+def test_mistakes_in_a_configuration(
+    initialize: Initialize, keys: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"s\.base\.LogTensorStats.*{problem}"):
+        initialize({"s": section("LogTensorStats", "router", "base", stats="min", **keys)})
+
+
 def test_selectors_by_hand() -> None:
     spec = ConfigSpec()
     assert not is_layer_in_cfg("fc1", spec)
@@ -159,6 +177,16 @@ def test_selectors_by_hand() -> None:
     assert not is_layer_in_cfg("a.fc1", spec)
     with pytest.raises(ValueError, match="layer_typos"):
         spec.initialize({"layer_typos": ["fc1"]})
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{"layer_types": ["fc1", ""]}, {"exact_layer_names": ""}, {"layer_name_regex_pattern": ""}],
+)
+def test_empty_selectors_are_refused(initialize: Initialize, layers: dict[str, Any]) -> None:
+    feature = {"DisableFP8Layer": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"s\.layers\.\w+.*: expected a non-empty .*, got ''"):
+        initialize({"s": {"enabled": True, "layers": layers, "transformer_engine": feature}})
 
 
 def test_one_process_gathers_from_itself() -> None:
@@ -175,13 +203,3 @@ def test_docstrings_are_appended() -> None:
 
     assert Number.__doc__.startswith("Mine.\n")
     assert int.__doc__ in Number.__doc__
-@pytest.mark.parametrize(
-    "layers",
-    [{"layer_types": ["fc1", ""]}, {"exact_layer_names": ""}, {"layer_name_regex_pattern": ""}],
-)
-def test_empty_selectors_are_refused(initialize: Initialize, layers: dict[str, Any]) -> None:
-    feature = {"DisableFP8Layer": {"enabled": True}}
-    with pytest.raises(ValueError, match=r"s\.layers\.\w+.*: expected a non-empty .*, got ''"):
-        initialize({"s": {"enabled": True, "layers": layers, "transformer_engine": feature}})
-
-

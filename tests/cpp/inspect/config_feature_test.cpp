@@ -167,9 +167,31 @@ TEST(FeatureConfig, NamesThatLayersDoNotHaveWarn) {
             "(warning) c.yaml:5:56: s.transformer_engine.Custom.tensors[0]: expected one of "
             "activation, weight, gradient, output, wgrad, dgrad, got 'act'; did you mean "
             "'activation'?\n");
-  const std::string base = "base:\n    LogTensorStats: {";
+  const std::string base = "base:\n    LogTensorStats: {stats: max, ";
   EXPECT_EQ(found(base, "gemms: [forward], tensors: [act]"), "");
+  EXPECT_EQ(found(base, "tensors: wieght").find("(warning)"), 0U);
   EXPECT_NE(found(base, "tensors: wieght").find("did you mean 'weight'?"), std::string::npos);
+}
+
+TEST(FeatureConfig, TensorsOfTheProgram) {
+  const auto found = [](const std::string& body) {
+    return problems(
+        "s:\n  enabled: yes\n  layers: {layer_types: all}\n  base:\n    "
+        "LogTensorStats: {enabled: yes, stats: max, " +
+        body + "}");
+  };
+  EXPECT_EQ(found("frequency: 2, tensors: logits"),
+            "c.yaml:5:48: s.base.LogTensorStats.frequency: expected one of gemms, gemms_struct, "
+            "tensors, tensors_struct, "
+            "stats, freq, start_step, end_step, start_end_list, got 'frequency'; did you "
+            "mean 'freq'?\n");
+  EXPECT_NE(found("tensors_struct: [{tensor: logits, stat: min}]")
+                .find("tensors_struct[0].stat: expected one of tensor, stats, freq"),
+            std::string::npos);
+  EXPECT_EQ(found("freq: 2"),
+            "c.yaml:5:21: s.base.LogTensorStats: expected the key tensors or "
+            "tensors_struct, got none\n");
+  EXPECT_EQ(found("tensors_struct: [{tensor: logits, stats: min}], tensors: [x, weight]"), "");
 }
 
 TEST(FeatureConfig, SchedulesAreChecked) {

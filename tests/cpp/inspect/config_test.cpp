@@ -78,7 +78,7 @@ TEST(Config, DisabledPartsOnlyWarn) {
             "FakeQuant, Custom, got 'X'\n");
   const Loaded loaded = load(
       "a: {enabled: yes, layers: {layer_types: x}, transformer_engine: {FakeQuant: {enabled: no}, "
-      "Custom: {enabled: yes, any: [1]}}, LogTensorStats: {enabled: yes}}");
+      "Custom: {enabled: yes, any: [1]}}, LogTensorStats: {enabled: yes, stats: max, tensors: x}}");
   EXPECT_FALSE(loaded.has_errors());
   EXPECT_FALSE(loaded.problems.empty());
   ASSERT_EQ(loaded.config.sections[0].uses.size(), 2U);
@@ -91,8 +91,8 @@ TEST(Config, AFeatureOfTwoNamespacesWarnsWhereItIsBare) {
   const auto found = [](std::string_view feature) {
     return problems(concat("a: {enabled: yes, layers: {layer_types: x}, ", feature, "}"));
   };
-  EXPECT_EQ(found("base: {LogTensorStats: {enabled: yes}}"), "");
-  EXPECT_EQ(found("LogTensorStats: {enabled: yes}"),
+  EXPECT_EQ(found("base: {LogTensorStats: {enabled: yes, stats: max, tensors: x}}"), "");
+  EXPECT_EQ(found("LogTensorStats: {enabled: yes, stats: max, tensors: x}"),
             "(warning) c.yaml:1:45: a.LogTensorStats: expected a namespace around a feature that "
             "two namespaces have, got none: acts only where the program calls it; write "
             "'transformer_engine: {LogTensorStats: ...}' for GEMMs, or 'base: {LogTensorStats: "

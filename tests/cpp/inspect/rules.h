@@ -65,7 +65,12 @@ inline std::vector<FeatureRule> feature_rules() {
        .tensors = every,
        .takes_gemms = true},
       {.ns = ns, .name = "Custom"},
-      {.ns = "base", .name = "LogTensorStats"},
+      {.ns = "base",
+       .name = "LogTensorStats",
+       .free_form = false,
+       .statistics = {"min", "max"},
+       .any_tensors = true,
+       .scheduled = true},
   };
 }
 
