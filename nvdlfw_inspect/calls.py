@@ -28,6 +28,7 @@ _OPTIONAL = {
     "rowwise_quantized_tensor",
     "columnwise_quantized_tensor",
     "quantizer",
+    "is_evaluation",
 }
 _KINDS = (NotImplementedError, ValueError, TypeError)
 

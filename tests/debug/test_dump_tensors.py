@@ -8,6 +8,7 @@ import torch
 from debug_session import debugging, inspect, section
 
 import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8CurrentScalingQuantizer
@@ -71,6 +72,32 @@ def test_micro_batches_and_steps_have_files_of_their_own(tmp_path: Path) -> None
         "iter_000002/fc1_activation.pt": 20.0,
         "iter_000002/fc1_activation_microbatch1.pt": 21.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("runs", "dumped"), [("te", "t"), ("eet", "t"), ("etett", "ttt"), ("ee", "ee")]
+)
+def test_an_evaluation_counts_only_without_training(
+    tmp_path: Path, device: str, runs: str, dumped: str
+) -> None:
+    layer = te.Linear(32, 32, device=device, name="layer")
+    tensors = {"tensors": ["activation", "gradient"], "high_precision_tensor": True}
+    inputs = {"t": [], "e": []}
+    with debugging(tmp_path, dump(**tensors)):
+        for run in runs:
+            layer.train(run == "t")
+            x = torch.randn(16, 32, device=device)
+            inputs[run].append(x.cpu())
+            with torch.set_grad_enabled(run == "t"):
+                y = layer(x)
+            if run == "t":
+                y.sum().backward()
+        debug_api.step()
+    found = files(tmp_path)
+    activations = [file["high_precision"] for name, file in found.items() if "_act" in name]
+    assert len(activations) == len(dumped) and len(found) == len(dumped) + dumped.count("t")
+    for got, exact in zip(activations, inputs[dumped[0]], strict=True):
+        assert got.equal(exact)
 
 
 def test_layers_whose_names_are_alike_in_files_have_files_of_their_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.tensor import Quantizer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FeatureCalls:
     """Calls the methods of features for one tensor of a layer.
 
@@ -29,6 +29,7 @@ class FeatureCalls:
         is_recompute: whether a checkpoint repeats the forward, which features have seen already.
         device: device of the layer.
         replicated: whether all ranks of `tp_group` have the same tensor.
+        is_evaluation: whether the forward that runs is an evaluation, see `enter`.
     """
 
     manager: Any
@@ -40,6 +41,11 @@ class FeatureCalls:
     is_recompute: bool = False
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     replicated: bool = False
+    is_evaluation: bool = False
+
+    def enter(self, evaluating: bool) -> None:
+        """Called when a forward of the layer begins, for tensors of the forward."""
+        self.is_evaluation = evaluating
 
     def modify(
         self,
@@ -98,6 +104,7 @@ class FeatureCalls:
             rowwise_quantized_tensor=rowwise,
             columnwise_quantized_tensor=columnwise,
             quantizer=quantizer,
+            is_evaluation=self.is_evaluation,
         )
 
     def inspect_after(self, gemm: str, x: torch.Tensor, rowwise: bool) -> None:

@@ -55,7 +55,7 @@ class Inspection:
     first: CallPlan | None  # replaces the plan; None: the plan stays as it is
     recompute: CallPlan | None  # replaces the plan when a checkpoint repeats the forward
     due_later: bool  # something is due in a later iteration: a CUDA graph must include it now
-    fed_forward: Sequence[TensorStatistics] = ()  # statistics of tensors of the forward
+    entered: Sequence[TensorStatistics | FeatureCalls] = ()  # told when a forward begins
 
 
 class Inspector:
@@ -116,7 +116,7 @@ class Inspector:
             return call
         if graph_task() == -1:
             evaluating = not (module.training or call.requires_grad or call.in_first_forward)
-            for tensor in found.fed_forward:
+            for tensor in found.entered:
                 tensor.enter(evaluating)
             return found.first
         return found.recompute or call
@@ -134,9 +134,9 @@ class Inspector:
             if plan.active or any(tensor.statistics for tensor in plan.tensors.values()):
                 self._tell_of_shared_name(plan.layer, module)
         following = [p.next_iteration for p in plans if p.next_iteration is not None]
-        fed: list[TensorStatistics] = []
+        entered: list[TensorStatistics | FeatureCalls] = []
         attached = [
-            self._attach(module, p, q, following, fed)
+            self._attach(module, p, q, following, entered)
             for p, q in zip(plans, call.quantizers, strict=True)
         ]
         active = any(p.active for p in plans)
@@ -149,9 +149,9 @@ class Inspector:
             return Inspection(self.tick, end, None, None, statistics or due_later)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # `FeatureCalls` holds the iteration
-        first = self._wrapped(module, call, plans, attached)
-        recompute = self._wrapped(module, call, plans, attached, first)
-        return Inspection(self.tick, end, first, recompute, statistics, fed)
+        first = self._wrapped(module, call, plans, attached, entered)
+        recompute = self._wrapped(module, call, plans, attached, entered, first)
+        return Inspection(self.tick, end, first, recompute, statistics, entered)
 
     def _attach(
         self,
@@ -159,12 +159,12 @@ class Inspector:
         plan: LayerPlan,
         quantizers: GemmQuantizers,
         following: list[int],
-        fed: list[TensorStatistics],
+        entered: list[TensorStatistics | FeatureCalls],
     ) -> GemmQuantizers:
         """Replace the quantizers of tensors for which built-in statistics are requested.
 
-        `following` receives the iterations at which other statistics may become due, and `fed` the
-        statistics of tensors of the forward.
+        `following` receives the iterations at which other statistics may become due, and `entered`
+        the statistics of tensors of the forward.
         """
         changed: dict[str, Quantizer] = {}
         for tensor in plan.tensors.values():
@@ -182,7 +182,7 @@ class Inspector:
                 if by_kernels:
                     changed[name] = quantizer
                 if tensor.tensor.name in _OF_FORWARDS:
-                    fed.append(quantizer.statistics)
+                    entered.append(quantizer.statistics)
                 self.log_statistics(plan.layer, tensor.tensor.name, by_kernels)
             if next_iteration is not None:
                 following.append(next_iteration)
@@ -194,13 +194,15 @@ class Inspector:
         call: CallPlan,
         plans: list[LayerPlan],
         attached: list[GemmQuantizers],
+        entered: list[TensorStatistics | FeatureCalls],
         first: CallPlan | None = None,
     ) -> CallPlan:
         """A copy of a plan whose quantizers call features and take statistics.
 
-        With `first`, the plan of the first forward, the copy is for the recompute. Features do not
-        see a tensor again there. Still, the same GEMMs count as inspected, and the copy is recorded
-        only if `first` is, because both forwards must save the same tensors.
+        `entered` receives the calls of features for tensors of the forward. With `first`, the plan
+        of the first forward, the copy is for the recompute. Features do not see a tensor again
+        there. Still, the same GEMMs count as inspected, and the copy is recorded only if `first`
+        is, because both forwards must save the same tensors.
         """
         quantizers: list[GemmQuantizers] = []
         is_recompute = first is not None
@@ -213,6 +215,8 @@ class Inspector:
                 recomputed = is_recompute and about.name in _OF_FORWARDS
                 inner = getattr(normal if recomputed else seen, about.quantizer)
                 calls = self._calls(module, plan, tensor, recomputed)
+                if about.name in _OF_FORWARDS and not recomputed:
+                    entered.append(calls)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)
                 modifies |= about.is_operand and tensor.modifies
             gemms = normal.replaced(changed, like is not None and like.wrapped)

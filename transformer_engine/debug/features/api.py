@@ -135,8 +135,12 @@ class TEDefaultFeatures(Protocol):
         rowwise_quantized_tensor: torch.Tensor | None = None,
         columnwise_quantized_tensor: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
+        is_evaluation: bool = False,
     ) -> None:
-        """Look at a tensor, and at its row-wise and column-wise operands for GEMMs."""
+        """Look at a tensor, and at its row-wise and column-wise operands for GEMMs.
+
+        `is_evaluation` says whether the layer is in `eval()` and autograd does not record the call.
+        """
 
     def inspect_tensor_postquantize_enabled(
         self, config: Config, layer_name: str, gemm: str, tensor_name: str, iteration: int

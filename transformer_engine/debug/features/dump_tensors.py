@@ -26,7 +26,8 @@ class DumpTensors(Scheduled):
     Characters that file names cannot contain become `_`. If the names of two layers become equal
     in this way, the second layer gets `LAYER_TENSOR_2.pt`, the third one `LAYER_TENSOR_3.pt`, and
     so on; `layer` in the file has the full name. Further micro-batches of a step get names that end
-    in `_microbatch1`, `_microbatch2`, ...
+    in `_microbatch1`, `_microbatch2`, ... Tensors of an evaluation (`eval()` under `no_grad`) are
+    written only in steps in which the layer is not trained.
 
     Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
     `layer`, `tensor`, `iteration`; `high_precision`, the tensor, if requested; `quantized`, if
@@ -61,7 +62,8 @@ class DumpTensors(Scheduled):
     )
 
     def __init__(self) -> None:
-        self._written: dict[tuple[str, str], int] = {}
+        self._written: dict[tuple[str, str], list[Path]] = {}  # in this iteration
+        self._trained: set[tuple[str, str]] = set()  # in this iteration
         self._names: dict[str, list[tuple[str, str]]] = {}
         self._iteration = -1
         self._warned: set[str] = set()
@@ -76,9 +78,12 @@ class DumpTensors(Scheduled):
         iteration: int,
         rowwise_quantized_tensor: torch.Tensor | None = None,
         columnwise_quantized_tensor: torch.Tensor | None = None,
+        is_evaluation: bool = False,
     ) -> None:
         """Write one file."""
         manager: Any = api.DEBUG_MANAGER
+        if not self._counts((layer_name, tensor_name), iteration, is_evaluation):
+            return
         found: dict[str, Any] = {}
         if config.get("high_precision_tensor") and tensor is not None:
             found["high_precision"] = _on_host(tensor)
@@ -110,16 +115,29 @@ class DumpTensors(Scheduled):
                 once=f"{key} {iteration}",
             )
 
-    def _path(self, manager: Any, layer: str, tensor: str, iteration: int) -> Path:
+    def _counts(self, key: tuple[str, str], iteration: int, is_evaluation: bool) -> bool:
+        """Whether to write the tensor; removes the files of an evaluation when training begins."""
         if iteration != self._iteration:
             self._iteration = iteration
             self._written.clear()
+            self._trained.clear()
+        if is_evaluation:
+            return key not in self._trained
+        if key not in self._trained:
+            self._trained.add(key)
+            for path in self._written.pop(key, ()):
+                with suppress(OSError):
+                    path.unlink()
+        return True
+
+    def _path(self, manager: Any, layer: str, tensor: str, iteration: int) -> Path:
         name = self._name(layer, tensor)
         folder = Path(manager.log_dir) / "tensor_dumps" / f"rank_{get_distributed_rank()}"
-        earlier = self._written.get((layer, tensor), 0)
-        self._written[layer, tensor] = earlier + 1
-        file = f"{name}_microbatch{earlier}.pt" if earlier else f"{name}.pt"
-        return folder / f"iter_{iteration:06d}" / file
+        earlier = self._written.setdefault((layer, tensor), [])
+        file = f"{name}_microbatch{len(earlier)}.pt" if earlier else f"{name}.pt"
+        path = folder / f"iter_{iteration:06d}" / file
+        earlier.append(path)
+        return path
 
     def _name(self, layer: str, tensor: str) -> str:
         """A file name that no other tensor of the session has."""
