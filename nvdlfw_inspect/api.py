@@ -155,7 +155,11 @@ def _end() -> None:
 
 
 def step() -> None:
-    """End an iteration: call it after each backward pass. Without a session, do nothing."""
+    """End an iteration: call it after each backward pass. Without a session, do nothing.
+
+    A backward that runs after it belongs to the next iteration: features see its gradients under
+    that number, and only if they are due in the iterations of both the forward and the backward.
+    """
     with _steering:
         if DEBUG_MANAGER is not None:
             DEBUG_MANAGER.step()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug_session import debugging, section
+from debug_session import debugging, logged, section
 from inspect_logs import messages
 
 import nvdlfw_inspect.api as debug_api
@@ -111,3 +111,26 @@ def test_a_section_that_never_came_due_is_told_at_the_end(
         "section1 never came due: the last step was 2, its next step is 7",
         "section2 never came due: the last step was 2, it has no step after that",
     ]
+
+
+@pytest.mark.parametrize("tensor", ["gradient", "dgrad", "wgrad"])
+@pytest.mark.parametrize("feature", ["LogTensorStats", "DumpTensors"])
+def test_a_backward_after_its_step_belongs_to_the_next_iteration(
+    tmp_path: Path, feature: str, tensor: str
+) -> None:
+    body = {"LogTensorStats": {"stats": ["max"]}, "DumpTensors": {"high_precision_tensor": True}}
+    layer = te.Linear(16, 16, device="cpu", name="a")
+    for freq in (1, 2):
+        folder = tmp_path / f"{freq}"
+        with debugging(folder, section(feature, tensors=[tensor], freq=freq, **body[feature])):
+            y = layer(torch.randn(16, 16, requires_grad=True))
+            debug_api.step()
+            y.sum().backward()
+            debug_api.step()
+        dumps = folder / "tensor_dumps"
+        found = {int(path.parent.name.removeprefix("iter_")) for path in dumps.rglob("*.pt")}
+        if (folder / "statistics_rank-0.jsonl").stat().st_size:
+            found |= {iteration for iteration, _, _ in logged(folder)}
+        assert found == ({1} if freq == 1 else set())
+        lines = [line for line in messages(folder) if "between a forward and its backward" in line]
+        assert [line.rpartition(",")[2] for line in lines] == [f" miss {tensor}"] * (freq - 1)

@@ -116,8 +116,17 @@ class FeatureCalls:
         ended = inspector is None or inspector.manager is not self.manager
         if not (self.is_recompute or ended):
             iteration = self.manager.iteration
+            if iteration != self.iteration and self._misses(call, iteration, more.get("gemm")):
+                self.manager.statistics.missed(self.layer, self.tensor.name)
             more |= {"tp_group": self.tp_group, "tp_size": self.tp_size}
             self._call(call, tensor=x, iteration=iteration, **more)
+
+    def _misses(self, call: str, iteration: int, gemm: str | None) -> bool:
+        """Whether a feature that is due in the forward's iteration is not due in `iteration`."""
+        target = (NAMESPACE, call, self.layer, self.tensor.name, gemm)
+        now = self.manager.active(iteration, *target)
+        due = self.manager.active(self.iteration, *target)
+        return any(one not in now and not taken_by_kernels(one.feature) for one in due)
 
     def _call(self, call: str, **arguments: Any) -> Any:
         before = _writes(arguments["tensor"])

@@ -8,6 +8,7 @@ to the host. It does not wait for that copy: a later `step`, or `drain`, logs it
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -95,6 +96,7 @@ class Collector:
         self._lock = threading.RLock()
         _collectors.add(self)
         self._reasons: set[str] = set()  # why statistics could not be taken
+        self._missed: tuple[str, str] | None = None  # layer, and a part of the warning
 
     def tensor(
         self,
@@ -136,16 +138,17 @@ class Collector:
     ) -> TensorStatistics | None:
         """Return the statistics to which a call of a feature adds a tensor.
 
-        Returns None for a subclass of a built-in feature if a built-in feature is due for the same
-        tensor: both share these statistics, and kernels have added the tensor already. `ranks` are
-        the tensor parallel group and its size.
+        Returns None if nothing is due, and for a subclass of a built-in feature if a built-in
+        feature is due for the same tensor: both share these statistics, and kernels have added the
+        tensor already. `ranks` are the tensor parallel group and its size.
         """
         if not taken_by_kernels(feature):
             target = (layer, tensor, None)
             routed = self.manager.active(self.iteration, NAMESPACE, "inspect_tensor", *target)
             if any(taken_by_kernels(one.feature) for one in routed):
                 return None
-        return self.tensor(layer, tensor, device, *ranks)
+        found = self.tensor(layer, tensor, device, *ranks)
+        return found if found is not None and found.due else None
 
     def _share(self, tensor: TensorStatistics, tp_group: Any, replicated: bool) -> None:
         """Store which ranks have copies of a tensor, or how to get the amax of all its shards."""
@@ -166,7 +169,7 @@ class Collector:
         if device not in self._buffers:
             self._buffers[device] = DeviceBuffer(device)
         made = TensorStatistics(
-            layer, tensor, self._buffers[device], subscriptions, group, self._skip
+            layer, tensor, self._buffers[device], subscriptions, group, self._skip, self.missed
         )
         made.schedule(self.iteration)
         for slot in made.slots.values():
@@ -181,6 +184,24 @@ class Collector:
             self._reasons.add(reason)
             self.manager.silence.skipped.append(text)
             warn_user(f"[LogFp8TensorStats] {text}; the debug log names all such tensors")
+
+    def missed(self, layer: str, tensor: str) -> None:
+        """Called if features that are due in the forward's iteration miss a tensor of a backward.
+
+        The backward may run in a thread that outlives the session, so `step` and `end` warn of it.
+        """
+        if not self._missed:
+            self._missed = layer, f"{self.iteration}, miss {tensor}"
+
+    def _tell_of_missed(self) -> None:
+        if self._missed:
+            layer, rest = self._missed
+            text = (
+                "[step] expected debug_api.step() after each backward pass, got it between a"
+                " forward and its backward: features that are due in the iteration of the forward,"
+                f" but not in iteration {rest}"
+            )
+            self.manager.log_message(text, layer, logging.WARNING, once="missed by features")
 
     def attach(
         self,
@@ -285,6 +306,7 @@ class Collector:
                 self._forget()
                 self._begin()
             self._log(keep=_MOST_PENDING)
+            self._tell_of_missed()
         self.cost.seconds += time.perf_counter() - start
 
     def _send(self) -> None:
@@ -366,6 +388,7 @@ class Collector:
             for buffer in self._buffers.values():
                 buffer.close()
             self._reductions.check()
+            self._tell_of_missed()
 
 
 def _due(tensors: Iterable[TensorStatistics]) -> list[Due]:

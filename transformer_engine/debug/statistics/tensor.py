@@ -20,6 +20,7 @@ from transformer_engine.pytorch.kernels.moments import moments
 
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 _NO_ROWS: Rows = (None, None)
+_OF_BACKWARDS = ("gradient", "dgrad", "wgrad")
 
 
 class TensorStatistics:
@@ -36,6 +37,7 @@ class TensorStatistics:
         subscriptions: the requested statistics, in the order of the logs.
         group: the process group that merges the rows of the tensor, or `LOCAL`.
         skipped: called once with layer, tensor and reason if a statistic cannot be taken.
+        missed: called with layer and tensor if a backward comes when nothing is due any more.
 
     Attributes:
         name: names of layer and tensor, and the function that computes the amax over all shards.
@@ -51,6 +53,7 @@ class TensorStatistics:
         subscriptions: Sequence[Subscription],
         group: Any,
         skipped: Callable[[str, str, str], None],
+        missed: Callable[[str, str], None],
     ) -> None:
         self.layer = layer
         self.tensor = tensor
@@ -73,6 +76,7 @@ class TensorStatistics:
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._skipped: Callable[[str, str, str], None] | None = skipped
+        self._missed = missed
         # Of this iteration, see `enter`; `_ignored`: tensors of the current call do not count.
         self._trained = self._evaluated = self._ignored = False
 
@@ -153,6 +157,8 @@ class TensorStatistics:
     def _open(self, slot: Slot | None, captured: bool) -> bool:
         if slot is None:
             return False
+        if not (self.due or captured) and self.tensor in _OF_BACKWARDS:
+            self._missed(self.layer, self.tensor)
         return captured or not (self._ignored or not slot.due or (self._once and slot.fed))
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
