@@ -79,11 +79,12 @@ def test_statistics_of_one_of_two_products(
     "feature",
     [{"LogTensorStats": {"stats": "max"}}, {"DumpTensors": {"high_precision_tensor": True}}],
 )
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", ["plain", "autocast", "fp8"])
+@pytest.mark.parametrize("keys", [{"freq": 3}, {"freq": 2}, {"start_step": 1}])
 def test_a_step_within_micro_batches(
-    tmp_path: Path, device: str, feature: dict, autocast: bool
+    tmp_path: Path, device: str, feature: dict, mode: str, keys: dict
 ) -> None:
-    """Micro-batches that are inspected take the weights of their step, not an earlier copy."""
+    """Micro-batches use the weights of their step and its first cast, inspected or not."""
 
     def losses(step=lambda: None) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -93,7 +94,10 @@ def test_a_step_within_micro_batches(
         for _ in range(3):
             for first in (True, False):
                 x = torch.randn(8, 2, 32, device=device)
-                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                with (
+                    torch.autocast(device, torch.bfloat16, enabled=mode == "autocast"),
+                    te.fp8_autocast(enabled=mode == "fp8"),
+                ):
                     loss = model(x, is_first_microbatch=first).float().square().sum()
                 loss.backward()
                 found.append(loss.detach())
@@ -103,7 +107,7 @@ def test_a_step_within_micro_batches(
         return found
 
     plain = losses()
-    ((name, keys),) = feature.items()
-    with debugging(tmp_path, section(name, tensors=["weight"], freq=3, **keys)):
+    ((name, body),) = feature.items()
+    with debugging(tmp_path, section(name, tensors=["weight"], **keys, **body)):
         inspected = losses(debug_api.step)
     assert inspected == plain

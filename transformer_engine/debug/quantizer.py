@@ -67,10 +67,13 @@ class InspectedQuantizer(WrappingQuantizer):
     def cache_key(self) -> Hashable:
         """Cached operands are valid for the same quantizer and the same plans of both sides.
 
-        A weight that no cast and no feature changes is valid in one iteration only: iterations
-        without features do not cache it, and so would not renew it.
+        If the quantizer casts both sides, they are those of iterations without features, and valid
+        there, too. A weight that no cast and no feature changes is valid in one iteration only:
+        iterations without features do not cache it, and so would not renew it.
         """
         sides = (self.plan.rowwise, self.plan.columnwise)
+        if sides == (Plan.FP8, Plan.FP8):
+            return self.inner.cache_key
         unchanged = sides == (Plan.HIGH_PRECISION, Plan.HIGH_PRECISION)
         return (self.inner.cache_key, *sides, self.calls.iteration if unchanged else None)
 
