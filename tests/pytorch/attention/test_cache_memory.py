@@ -263,3 +263,34 @@ def test_managers_without_sizes_are_refused_in_words():
 def test_pages_are_in_dimension_0():
     keys, values = written("paged", "cpu").cache_manager.cache[1]
     assert keys.shape == values.shape == (3 * LONGEST // 4, 4, HEADS, HIDDEN // HEADS)
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_values_that_do_not_belong_to_the_keys(form, qkv_format):
+    """Values of fewer tokens or sequences would be broadcast, and further ones left out."""
+    mask = "padding_causal" if form in ("named", "paged") else "causal"
+    attention = te.DotProductAttention(
+        HEADS, HIDDEN // HEADS, qkv_format=qkv_format, attn_mask_type=mask
+    )
+    key = torch.randn(2, 2, HEADS, HIDDEN // HEADS)
+    for tokens, batch in ((1, 2), (3, 2), (2, 1), (2, 3)):
+        params = make_params(form, "cpu")
+        if form in ("named", "paged"):
+            params.pre_step({"a": 2, "b": 2})
+        sizes = (tokens, batch) if qkv_format == "sbhd" else (batch, tokens)
+        value = torch.randn(*sizes, HEADS, HIDDEN // HEADS)
+        with pytest.raises(
+            ValueError, match=r"keys and values of the same tokens.*number (None|1)"
+        ):
+            attention(key, key, value, inference_params=params)
+
+
+@torch.no_grad()
+def test_more_queries_than_new_keys():
+    """An offset on the device gives the lengths of keys to queries: further ones were zeros."""
+    attention = te.DotProductAttention(HEADS, HIDDEN // HEADS)
+    query, key = torch.randn(2, 3, 1, HEADS, HIDDEN // HEADS)
+    with pytest.raises(ValueError, match="expected as many queries as new keys"):
+        attention(query, key[:2], key[:2], inference_params=make_params("tensor", "cpu"))

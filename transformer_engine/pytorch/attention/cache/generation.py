@@ -78,6 +78,12 @@ def with_cache(
                 "[attention] expected a causal mask type or no_mask with a sequence_len_offset that"
                 f" is a tensor, got {asked!r}"
             )
+        if query.shape[:2] != key.shape[:2]:
+            raise ValueError(
+                "[InferenceParams] expected as many queries as new keys with a sequence_len_offset"
+                f" that is a tensor, got {tuple(query.shape)} and {tuple(key.shape)} (layer number"
+                f" {layer_number})"
+            )
         key, value, step = params.append_there(*new, own.qkv_format)
         # A single query is the last token, and a causal mask hides nothing from it.
         causal = hides.causal and (any_window or step.query_sequences.longest != 1)

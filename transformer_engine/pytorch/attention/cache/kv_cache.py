@@ -19,12 +19,14 @@ from transformer_engine.pytorch.attention.cache.device_lengths import DeviceLeng
 from transformer_engine.pytorch.attention.cache.memory import (
     Caches,
     LayerCaches,
+    check_pair,
     outside_of_inference_mode,
     refuse_new_cache,
 )
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.module.inputs import check_tensors
 from transformer_engine.pytorch.module.parameters import default_device
 
 
@@ -234,8 +236,11 @@ class KVCacheManager:
 
         Raises:
             ValueError: keys or values of another shape.
+            TypeError: keys or values that are not tensors.
         """
         check_format(qkv_format)
+        check_tensors("InferenceParams", new_k=new_k, new_v=new_v)
+        check_pair(layer_number, new_k, new_v)
         self.allocate_memory(layer_number, new_k.device)
         if self.is_fixed(new_k, qkv_format):
             return self._fixed_step(layer_number, (new_k, new_v), qkv_format)

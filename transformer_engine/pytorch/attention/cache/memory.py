@@ -123,7 +123,7 @@ def plain_caches(
     the most tokens and the most sequences.
 
     Raises:
-        ValueError: other heads, sizes or dtypes than those of the cache.
+        ValueError: other heads, sizes or dtypes than those of the cache; see also `check_pair`.
         RuntimeError: no cache yet, and a CUDA graph is being captured.
     """
     caches = memory.get(layer_number)
@@ -135,6 +135,7 @@ def plain_caches(
                 value.new_zeros(*sizes, *value.shape[2:]),
             )
         memory[layer_number] = caches
+    check_pair(layer_number, key, value)
     for cache, new in zip(caches, (key, value), strict=True):
         if (cache.dtype, cache.shape[2:]) != (new.dtype, new.shape[2:]):
             raise ValueError(
@@ -143,6 +144,15 @@ def plain_caches(
                 f" {tuple(new.shape[2:])} in {new.dtype}"
             )
     return caches
+
+
+def check_pair(layer_number: int | None, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise ValueError unless key and value have the same tokens, sequences and heads."""
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            "[InferenceParams] expected keys and values of the same tokens, sequences and heads,"
+            f" got {tuple(key.shape)} and {tuple(value.shape)} (layer number {layer_number})"
+        )
 
 
 def check_room(caches: Caches, layer_number: int | None, sizes: tuple[int, int]) -> None:
