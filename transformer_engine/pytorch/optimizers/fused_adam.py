@@ -26,6 +26,7 @@ from transformer_engine.pytorch.optimizers.arguments import (
 from transformer_engine.pytorch.optimizers.on_device import step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
     Part,
+    check_gradient,
     count_writes,
     fp32_value,
     initial_master,
@@ -166,7 +167,9 @@ class FusedAdam(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            TypeError: a `grad_factor` that is not a tensor; another kind of `grad_scaler`.
+            TypeError: a `grad_factor` that is not a tensor; another kind of `grad_scaler`;
+                parameters or gradients that are not of floating point.
+            ValueError: a gradient of another shape than its parameter.
             NotImplementedError: a `grad_scaler` with a `closure` or `use_decoupled_grad`.
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
@@ -240,8 +243,8 @@ class FusedAdam(torch.optim.Optimizer):
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        if not all([gradient.layout is torch.strided for gradient in gradients]):
-            raise RuntimeError("[FusedAdam] expected dense gradients, got sparse ones")
+        for part, gradient in zip(parts, gradients, strict=True):
+            check_gradient(part, gradient)
         states = [self._initialized(part) for part in parts]
         if not self._stored.narrow:
             gradients = [local_gradient(*one) for one in zip(parts, gradients, strict=True)]

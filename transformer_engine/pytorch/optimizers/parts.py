@@ -65,6 +65,31 @@ def _is_slice(piece: QuantizedTensor) -> bool:
     return codes_around(piece) is not None or (piece.ndim == 1 and is_in_weight(piece))
 
 
+def check_gradient(part: Part, gradient: Any) -> None:
+    """Check a gradient, whose shape and dtype torch checks in `parameter.grad` only.
+
+    Raises:
+        TypeError: not a tensor; it or the parameter is not of floating point.
+        RuntimeError: a sparse gradient.
+        ValueError: another shape than that of the parameter, or of this rank's part of it.
+    """
+    found = [part.parameter, gradient]
+    if not all([isinstance(x, torch.Tensor) and x.is_floating_point() for x in found]):
+        kinds = [getattr(x, "dtype", type(x).__name__) for x in found]
+        raise TypeError(
+            "[FusedAdam] expected a parameter and a gradient of floating point, got"
+            f" {kinds[0]} and {kinds[1]}"
+        )
+    if gradient.layout is not torch.strided:
+        raise RuntimeError("[FusedAdam] expected dense gradients, got sparse ones")
+    expected = part.parameter.shape if is_dtensor(gradient) else part.local.shape
+    if gradient.shape != expected:
+        raise ValueError(
+            f"[FusedAdam] expected a gradient of shape {tuple(expected)}, as its parameter, got"
+            f" {tuple(gradient.shape)}"
+        )
+
+
 def local_gradient(part: Part, gradient: Any) -> torch.Tensor:
     """The gradient of a part; redistributed if its placements differ from the parameter's."""
     if is_dtensor(gradient):

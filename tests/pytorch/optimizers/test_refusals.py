@@ -1,0 +1,36 @@
+"""What optimizers refuse, which would otherwise read foreign memory or compute something else."""
+
+import pytest
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(
+    ("gradient", "error", "message"),
+    [
+        (torch.ones(1), ValueError, r"of shape \(2, 3\), as its parameter, got \(1,\)"),
+        (torch.ones(3, 2), ValueError, r"of shape \(2, 3\), as its parameter, got \(3, 2\)"),
+        (torch.ones(2, 3).long(), TypeError, "got torch.float32 and torch.int64"),
+        (torch.ones(2, 3) * 1j, TypeError, "got torch.float32 and torch.complex64"),
+        ([[1.0] * 3] * 2, TypeError, "got torch.float32 and list"),
+    ],
+)
+def test_gradients_that_do_not_fit(capturable, gradient, error, message):
+    """torch checks `parameter.grad`, but not `decoupled_grad`."""
+    parameter = nn.Parameter(torch.ones(2, 3))
+    parameter.decoupled_grad = gradient
+    optimizer = FusedAdam([parameter], capturable=capturable, use_decoupled_grad=True)
+    with pytest.raises(error, match=rf"^\[FusedAdam\] expected a .*{message}"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_parameters_without_floating_point(dtype):
+    parameter = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(TypeError, match=f"of floating point, got {dtype} and {dtype}"):
+        FusedAdam([parameter]).step()
