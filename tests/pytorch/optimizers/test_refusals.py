@@ -1,5 +1,7 @@
 """What optimizers refuse, which would otherwise read foreign memory or compute something else."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -34,3 +36,34 @@ def test_parameters_without_floating_point(dtype):
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(TypeError, match=f"of floating point, got {dtype} and {dtype}"):
         FusedAdam([parameter]).step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"betas": (0.9,)}, TypeError, r"betas to be a pair of numbers, got \(0.9,\)"),
+        ({"betas": (0.9, 0.9, 0.9)}, TypeError, "betas to be a pair of numbers"),
+        ({"betas": 0.9}, TypeError, "betas to be a pair of numbers, got 0.9"),
+        ({"betas": ("a", 0.9)}, TypeError, r"betas\[0\] to be a number, got 'a'"),
+        ({"betas": (0.9, math.nan)}, ValueError, r"betas in \[0, 1\)"),
+        ({"lr": math.nan}, ValueError, "of 0 or more"),
+        ({"weight_decay": math.nan}, ValueError, "of 0 or more"),
+        ({"lr": torch.ones(2)}, ValueError, r"lr to be one number, got a tensor of shape \(2,\)"),
+    ],
+)
+def test_settings_of_groups(settings, error, message):
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    with pytest.raises(error, match=rf"^\[FusedAdam\] expected .*{message}"):
+        FusedAdam(parameters, **settings)
+    optimizer = FusedAdam(parameters[:1])
+    with pytest.raises(error, match=rf"^\[FusedAdam\] expected .*{message}"):
+        optimizer.add_param_group({"params": parameters[1:], **settings})
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_factor_for_each_parameter(capturable):
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = FusedAdam([parameter], capturable=capturable)
+    with pytest.raises(ValueError, match=r"grad_factor to be a tensor of one value .*\(2,\)"):
+        optimizer.step(grad_factor=torch.ones(2))

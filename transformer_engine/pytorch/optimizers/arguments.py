@@ -27,21 +27,36 @@ def refuse_settings(group: Mapping[str, Any], bias_correction: bool) -> None:
 
 
 def check_factor(factor: object) -> None:
-    """Raise TypeError unless the factor of gradients is a tensor or None."""
+    """Raise TypeError unless the factor is a tensor or None, ValueError for several values."""
     if not (factor is None or isinstance(factor, torch.Tensor)):
         raise TypeError(
             "[FusedAdam] expected grad_factor to be a tensor of one value on the device, got"
             f" {factor!r}"
         )
+    if factor is not None and factor.numel() != 1:
+        raise ValueError(
+            "[FusedAdam] expected grad_factor to be a tensor of one value on the device, got the"
+            f" shape {tuple(factor.shape)}"
+        )
 
 
 def check_settings(group: dict[str, Any]) -> None:
     """Raise unless a group's learning rate, eps, weight decay and betas are valid for Adam."""
-    factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    plain = {k: x for k, x in factors.items() if not isinstance(x, torch.Tensor)}
-    check_numbers("FusedAdam", None, **plain)
     betas = group["betas"]
-    if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"[FusedAdam] expected betas to be a pair of numbers, got {betas!r}")
+    factors = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    settings = {**factors, "betas[0]": betas[0], "betas[1]": betas[1]}
+    plain = {k: x for k, x in settings.items() if not isinstance(x, torch.Tensor)}
+    check_numbers("FusedAdam", None, **plain)
+    for name, value in settings.items():
+        if name not in plain and value.numel() != 1:
+            raise ValueError(
+                f"[FusedAdam] expected {name} to be one number, got a tensor of shape"
+                f" {tuple(value.shape)}"
+            )
+    positive = [value >= 0.0 for value in factors.values()]  # False for NaN
+    if not all(positive) or not all([0.0 <= beta < 1.0 for beta in betas]):
         raise ValueError(
             "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), got"
             f" {factors} and {betas}"
