@@ -67,3 +67,16 @@ def test_a_factor_for_each_parameter(capturable):
     optimizer = FusedAdam([parameter], capturable=capturable)
     with pytest.raises(ValueError, match=r"grad_factor to be a tensor of one value .*\(2,\)"):
         optimizer.step(grad_factor=torch.ones(2))
+
+
+def test_names_of_states():
+    """Neither another name nor a mean before the first step gives the value of the parameter."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([parameter])
+    with pytest.raises(ValueError, match=r"expected exp_avg of the parameter, .* got none"):
+        optimizer.get_unscaled_state(parameter, "exp_avg")
+    with pytest.raises(ValueError, match=r"expected state_name in .*master_param.*, got 'master'"):
+        optimizer.get_unscaled_state(parameter, "master")
+    with pytest.raises(ValueError, match=r"expected state_name in .*master_param.*, got 'exp'"):
+        optimizer.set_scaled_state(parameter, "exp", torch.ones(2))
+    assert torch.equal(optimizer.get_unscaled_state(parameter, "master_param"), torch.ones(2))

@@ -38,7 +38,7 @@ from transformer_engine.pytorch.optimizers.parts import (
     zeros_for,
 )
 from transformer_engine.pytorch.optimizers.states import fp32_states, portions
-from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates
+from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates, check_name
 from transformer_engine.pytorch.parallel.dtensors import local_part
 
 _FUSED = ("cpu", "cuda")
@@ -167,9 +167,9 @@ class FusedAdam(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            TypeError: a `grad_factor` that is not a tensor; another kind of `grad_scaler`;
-                parameters or gradients that are not of floating point.
-            ValueError: a gradient of another shape than its parameter.
+            TypeError: a `grad_factor` that is no tensor; another `grad_scaler`; parameters or
+                gradients that are not of floating point.
+            ValueError: a gradient of another shape than its parameter; several factors.
             NotImplementedError: a `grad_scaler` with a `closure` or `use_decoupled_grad`.
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
                 capture without `capturable`.
@@ -348,8 +348,9 @@ class FusedAdam(torch.optim.Optimizer):
 
         Args:
             param: a parameter of this optimizer.
-            state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
+            state_name: `master_param`, or from the first step on `exp_avg` or `exp_avg_sq`.
         """
+        check_name(state_name)
         return self._stored.value(self.state[param], param, state_name)
 
     def set_scaled_state(
@@ -362,6 +363,7 @@ class FusedAdam(torch.optim.Optimizer):
             state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
             unscaled_state: of the parameter's shape, or a plain tensor for this rank's piece of it.
         """
+        check_name(state_name)
         self.initialize_state(param)
         self._overwrite(param, state_name, unscaled_state)
 
@@ -376,8 +378,8 @@ class FusedAdam(torch.optim.Optimizer):
         for group, saved in groups if self._stored.narrow else ():
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 if number in packed["state"]:
-                    names = packed["state"][number]
-                    values = {name: self.get_unscaled_state(parameter, name) for name in names}
+                    state = packed["state"][number]
+                    values = {name: self._stored.value(state, parameter, name) for name in state}
                     packed["state"][number] = values
         return packed
 

@@ -27,6 +27,12 @@ _OF_MASTERS = (torch.float32, torch.float16)
 _OF_MOMENTS = (*_OF_MASTERS, torch.bfloat16, torch.uint8)
 
 
+def check_name(name: object) -> None:
+    """Raise ValueError unless this is the name of a state."""
+    if name not in STATES:
+        raise ValueError(f"[FusedAdam] expected state_name in {STATES}, got {name!r}")
+
+
 class StoredStates:
     """The states of an optimizer as they are stored.
 
@@ -69,11 +75,19 @@ class StoredStates:
         return self.remainders and plain and parameter.dtype is torch.bfloat16
 
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """The fp32 value of a state; if it is not stored, the value of the parameter.
+        """The fp32 value of a state; without a master weight, the value of the parameter.
 
         `state` is what is stored for the parameter, by name.
+
+        Raises:
+            ValueError: no such state yet.
         """
         found = state.get(name)
+        if found is None and name != _MASTER:
+            raise ValueError(
+                f"[FusedAdam] expected {name} of the parameter, which its first step and"
+                " initialize_state make, got none"
+            )
         if found is None:
             return parameter.float().contiguous()
         if found.dtype is torch.float32:
