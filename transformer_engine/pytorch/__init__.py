@@ -65,12 +65,14 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.moe.chunks import (
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+)
 from transformer_engine.pytorch.moe.padding import moe_permute_and_pad_with_probs
 from transformer_engine.pytorch.moe.permutation import (
     moe_permute,
     moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
 from transformer_engine.pytorch.offload.context import get_cpu_offload_context, mark_not_offload

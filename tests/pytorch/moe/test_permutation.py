@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.moe import permutation
+from transformer_engine.pytorch.moe import chunks, permutation
+from transformer_engine.pytorch.moe.chunks import (
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+)
 from transformer_engine.pytorch.moe.permutation import (
     moe_permute,
     moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
 
@@ -147,8 +149,8 @@ def test_chunks_in_another_order(lists, device):
     )
     rows, sorted_weights = moe_sort_chunks_by_index_with_probs(x, weights, *lists_of_sizes)
     for one, source in ((rows, x), (sorted_weights, weights)):
-        chunks = source.split(sizes)
-        assert torch.equal(one, torch.cat([chunks[i] for i in order]))
+        parts = source.split(sizes)
+        assert torch.equal(one, torch.cat([parts[i] for i in order]))
     assert torch.equal(moe_sort_chunks_by_index(x, *lists_of_sizes), rows)
     back = moe_sort_chunks_by_index(rows, [sizes[i] for i in order], [2, 1, 3, 0])
     assert torch.equal(back, x)
@@ -325,5 +327,6 @@ def test_bad_arguments(mistake):
 
 
 def test_public_names():
-    for name in permutation.__all__:
-        assert getattr(te, name) is getattr(permutation, name)
+    for module in (chunks, permutation):
+        for name in module.__all__:
+            assert getattr(te, name) is getattr(module, name)

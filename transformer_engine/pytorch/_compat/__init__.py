@@ -70,14 +70,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "permutation": {
         "moe_permute_and_pad_with_probs": "moe.padding",
         **dict.fromkeys(
-            (
-                "moe_permute",
-                "moe_permute_with_probs",
-                "moe_sort_chunks_by_index",
-                "moe_sort_chunks_by_index_with_probs",
-                "moe_unpermute",
-            ),
-            "moe.permutation",
+            ("moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"), "moe.chunks"
+        ),
+        **dict.fromkeys(
+            ("moe_permute", "moe_permute_with_probs", "moe_unpermute"), "moe.permutation"
         ),
     },
     "quantization": dict.fromkeys(
