@@ -145,8 +145,18 @@ def refused(**changes: object) -> Callable[[], object]:
         (refused(align_size=0), ValueError, "expected align_size >= 1, got 0"),
         (refused(align_size=1.5), TypeError, "expected align_size to be an int"),
         (refused(tokens_per_expert=torch.ones(3)), ValueError, r"of shape \(4,\).*got \(3,\)"),
-        (refused(tokens_per_expert=[4.0, 8.0, 0.0, 5.0]), TypeError, "integers, got torch.float32"),
+        (
+            refused(tokens_per_expert=[4.0, 8.0, 0.0, 5.0]),
+            TypeError,
+            "integers of 32 or 64 bits, got torch.float32",
+        ),
         (refused(tokens_per_expert=[4, 8, 0, 4]), ValueError, r"=\[4, 8, 0, 5\]"),
+        (refused(tokens_per_expert="4805"), TypeError, "tokens_per_expert to be integers, got '4"),
+        (
+            refused(tokens_per_expert=torch.tensor([4, 8, 0, 5], dtype=torch.uint8)),
+            TypeError,
+            "integers of 32 or 64 bits, got torch.uint8",
+        ),
     ],
 )
 def test_refusals(run: Callable[[], object], error: type[Exception], text: str) -> None:
@@ -162,3 +172,7 @@ def test_offsets_that_do_not_fit() -> None:
         moe_unpermute(rows, row_id_map, probs, x.shape, pad_offsets=offsets[:2])
     with pytest.raises(ValueError, match="expected inp with padding, more than 17 rows"):
         moe_unpermute(rows[:17], row_id_map, probs, x.shape, pad_offsets=offsets)
+    with pytest.raises(ValueError, match=r"pad_offsets of 4 or more experts, .* got 2"):
+        moe_unpermute(rows, row_id_map, None, x.shape, pad_offsets=offsets[:2])
+    with pytest.raises(ValueError, match=r"that lead to the 20 rows of inp, got \[0, 0, 0, 8\]"):
+        moe_unpermute(rows, row_id_map, None, x.shape, pad_offsets=torch.tensor([0, 0, 0, 8]))

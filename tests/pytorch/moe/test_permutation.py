@@ -278,6 +278,64 @@ ERRORS = {
         )
         for indices in ([1, 1], [1, 2], [-1, 0])
     },
+    **{
+        f"{name} of {kind}": (
+            lambda sizes=sizes, order=order: moe_sort_chunks_by_index(X, sizes, order),
+            TypeError,
+            f"expected {name} to be a tensor or a list of integers, got",
+        )
+        for kind, name, sizes, order in (
+            ("fractions", "split_sizes", [1.5, 8.2], [1, 0]),
+            ("a tensor of fractions", "split_sizes", torch.tensor([1.5, 8.2]), [1, 0]),
+            ("fractions", "sorted_index", [1, 8], [1.2, 0.7]),
+            ("bools", "sorted_index", [1, 8], [True, False]),
+        )
+    },
+    "no whole number of rows": (
+        lambda: moe_permute(X, MASK, 2.5),
+        TypeError,
+        "[moe_permute] expected num_out_tokens to be an int, got 2.5",
+    ),
+    "a map on another device": (
+        lambda: moe_permute(X, MASK.to("meta")),
+        ValueError,
+        "expected routing_map on cpu, where inp is, got meta",
+    ),
+    "weights on another device": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS.to("meta"), X.shape),
+        ValueError,
+        "expected merging_probs on cpu, where inp is, got meta",
+    ),
+    "fractions in the map of rows": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP.float(), PROBS, X.shape),
+        TypeError,
+        "expected row_id_map of int32 or int64, got torch.float32",
+    ),
+    "fractions in the offsets": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS, X.shape, pad_offsets=torch.zeros(4)),
+        TypeError,
+        "expected pad_offsets of int32 or int64, got torch.float32",
+    ),
+    "rows before the first": (
+        lambda: moe_unpermute(ROWS, -ROW_ID_MAP, PROBS, X.shape),
+        ValueError,
+        "expected row_id_map of 0 or more",
+    ),
+    "a flat map": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP[:, 0], PROBS, X.shape),
+        ValueError,
+        "expected row_id_map [rows, 2]",
+    ),
+    "one size": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS, 9),
+        TypeError,
+        "expected restore_shape [tokens, hidden], got 9",
+    ),
+    "fractions of tokens": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, None, [9.0, 6]),
+        TypeError,
+        "expected sizes of restore_shape to be an int, got 9.0",
+    ),
     "sum of sizes": (
         lambda: moe_sort_chunks_by_index(X, [1, 2], [1, 0]),
         ValueError,

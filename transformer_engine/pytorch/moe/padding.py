@@ -44,7 +44,8 @@ def moe_permute_and_pad_with_probs(
     Raises:
         ValueError: no `tokens_per_expert`, or another number of them than of experts; `align_size`
             below 1; see `moe_permute_with_probs`. On a CPU, numbers that differ from the map's.
-        TypeError: `align_size` is not an int, `tokens_per_expert` not integers; see `moe_permute`.
+        TypeError: `align_size` is not an int, `tokens_per_expert` not integers of 32 or 64 bits;
+            see `moe_permute`.
 
     >>> probs = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     >>> rows, weights, row_id_map, pad_offsets, padded = moe_permute_and_pad_with_probs(
@@ -58,14 +59,21 @@ def moe_permute_and_pad_with_probs(
     check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
     if tokens_per_expert is None:
         raise ValueError(f"[{op}] expected tokens_per_expert, got None")
-    counts = torch.as_tensor(tokens_per_expert)
+    try:
+        counts = torch.as_tensor(tokens_per_expert)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"[{op}] expected tokens_per_expert to be integers, got {tokens_per_expert!r}"
+        ) from error
     if counts.shape != routing_map.shape[1:]:
         raise ValueError(
             f"[{op}] expected tokens_per_expert of shape {tuple(routing_map.shape[1:])}, one for "
             f"each expert, got {tuple(counts.shape)}"
         )
-    if counts.is_floating_point():
-        raise TypeError(f"[{op}] expected tokens_per_expert to be integers, got {counts.dtype}")
+    if counts.dtype not in (torch.int32, torch.int64):  # padded numbers may not fit in fewer bits
+        raise TypeError(
+            f"[{op}] expected tokens_per_expert of integers of 32 or 64 bits, got {counts.dtype}"
+        )
     if can_read(routing_map) and not torch.equal(counts.cpu().long(), routing_map.bool().sum(0)):
         raise ValueError(
             f"[{op}] expected tokens_per_expert={routing_map.bool().sum(0).tolist()}, the sums of "

@@ -8,12 +8,21 @@ for. Callers only pass it on to `moe_unpermute`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import can_read, check_plain, check_tensors
+from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.inputs import (
+    can_read,
+    check_devices,
+    check_plain,
+    check_tensors,
+)
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 __all__ = ["moe_permute", "moe_permute_with_probs", "moe_unpermute"]
 
@@ -43,7 +52,7 @@ def moe_permute(
         ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a mask of other values
             than 0 and 1, or `num_out_tokens` other than the number of ones.
         TypeError: an input in FP8; arguments that are not tensors; indices of another dtype than
-            int32 or int64.
+            int32 or int64; `num_out_tokens` that is not an int.
 
     >>> tokens = torch.tensor([[1.0], [2.0]])
     >>> rows, row_id_map = moe_permute(tokens, torch.tensor([[True, True], [True, False]]), 3)
@@ -134,11 +143,14 @@ def moe_unpermute(
     optional = {"merging_probs": probs, "pad_offsets": pad_offsets}
     optional = {name: x for name, x in optional.items() if x is not None}
     check_tensors("moe_unpermute", row_id_map=row_id_map, **optional)
+    check_devices("moe_unpermute", inp=inp, row_id_map=row_id_map, merging_probs=probs)
+    _check_map(row_id_map, pad_offsets)
     if pad_offsets is not None:
         inp = _without_padding(inp, row_id_map, pad_offsets, probs)
     if restore_shape is None:
         restore_shape = inp.shape if probs is None else (probs.shape[0], inp.shape[1])
-    if row_id_map.shape != (inp.shape[0], 2) or tuple(restore_shape[1:]) != inp.shape[1:]:
+    restore_shape = _as_sizes(restore_shape)
+    if row_id_map.shape != (inp.shape[0], 2) or restore_shape[1:] != inp.shape[1:]:
         raise ValueError(
             f"[moe_unpermute] expected rows [{row_id_map.shape[0]}, hidden], as row_id_map says,"
             f" and restore_shape [tokens, hidden], got {tuple(inp.shape)} and"
@@ -167,6 +179,15 @@ def padded_places(row_id_map: torch.Tensor, pad_offsets: torch.Tensor) -> torch.
     return rows + pad_offsets.to(row_id_map.device)[row_id_map[:, 1]]
 
 
+def _as_sizes(shape: Any) -> tuple[int, ...]:
+    """`restore_shape` as a tuple of sizes."""
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"[moe_unpermute] expected restore_shape [tokens, hidden], got {shape!r}")
+    for size in shape:
+        check_sizes("moe_unpermute", None, 0, **{"sizes of restore_shape": size})
+    return tuple(shape)
+
+
 def _without_padding(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -184,7 +205,18 @@ def _without_padding(
             f"[moe_unpermute] expected inp with padding, more than {row_id_map.shape[0]} rows, got "
             f"{tuple(inp.shape)}"
         )
-    return inp.index_select(0, padded_places(row_id_map, pad_offsets))
+    if can_read(row_id_map) and bool((row_id_map[:, 1] >= pad_offsets.shape[0]).any()):
+        raise ValueError(
+            f"[moe_unpermute] expected pad_offsets of {int(row_id_map[:, 1].max()) + 1} or more"
+            f" experts, as in row_id_map, got {pad_offsets.shape[0]}"
+        )
+    places = padded_places(row_id_map, pad_offsets)
+    if can_read(places) and bool(((places < 0) | (places >= inp.shape[0])).any()):
+        raise ValueError(
+            f"[moe_unpermute] expected pad_offsets that lead to the {inp.shape[0]} rows of inp, got"
+            f" {pad_offsets.tolist()}"
+        )
+    return inp.index_select(0, places)
 
 
 def _check_places(row_id_map: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> None:
@@ -197,6 +229,23 @@ def _check_places(row_id_map: torch.Tensor, tokens: int, probs: torch.Tensor | N
         raise ValueError(
             f"[moe_unpermute] expected weights and restore_shape of {token} or more tokens and"
             f" {column} or more columns of the routing map, got {tokens} and {columns}"
+        )
+
+
+def _check_map(row_id_map: torch.Tensor, pad_offsets: torch.Tensor | None) -> None:
+    """Raise TypeError unless these are integers, ValueError for a map of another form."""
+    for name, x in (("row_id_map", row_id_map), ("pad_offsets", pad_offsets)):
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"[moe_unpermute] expected {name} of int32 or int64, got {x.dtype}")
+    if row_id_map.ndim != 2 or row_id_map.shape[1] != 2:
+        raise ValueError(
+            "[moe_unpermute] expected row_id_map [rows, 2], as moe_permute returns it, got"
+            f" {tuple(row_id_map.shape)}"
+        )
+    if can_read(row_id_map) and bool((row_id_map < 0).any()):
+        raise ValueError(
+            "[moe_unpermute] expected row_id_map of 0 or more, as moe_permute returns it, got"
+            f" {row_id_map.min().item()}"
         )
 
 
@@ -214,6 +263,7 @@ def _row_id_map(
     if map_type not in ("mask", "index"):
         raise ValueError(f"[moe_permute] expected map_type 'mask' or 'index', got {map_type!r}")
     check_tensors("moe_permute", routing_map=routing_map)
+    check_devices("moe_permute", inp=inp, routing_map=routing_map)
     if routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(
             f"[moe_permute] expected a routing map of {inp.shape[0]} tokens, got "
@@ -222,6 +272,8 @@ def _row_id_map(
     tokens, columns = routing_map.shape
     if map_type == "mask":
         _check_mask(routing_map)
+    if rows is not None:
+        check_sizes("moe_permute", None, -sys.maxsize, num_out_tokens=rows)
     known_rows = rows is not None and rows > 0
     if map_type == "index":
         if routing_map.dtype not in (torch.int32, torch.int64):
