@@ -294,3 +294,39 @@ def test_more_queries_than_new_keys():
     query, key = torch.randn(2, 3, 1, HEADS, HIDDEN // HEADS)
     with pytest.raises(ValueError, match="expected as many queries as new keys"):
         attention(query, key[:2], key[:2], inference_params=make_params("tensor", "cpu"))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True])
+@pytest.mark.parametrize(
+    "name",
+    ["num_heads_kv", "head_dim_k", "head_dim_v", "total_num_pages", "page_size", "max_ctx_len"],
+)
+def test_sizes_of_caches(name, wrong):
+    sizes = {"num_heads_kv": 2, "head_dim_k": 8, "dtype": torch.float32}
+    sizes |= {"is_paged": True, "page_size": 4, name: wrong}
+    message = "to be an int, got" if wrong not in (0, -1) else ">= 1, got"
+    with pytest.raises((TypeError, ValueError), match=rf"^\[Inf\w+\] expected {name} {message}"):
+        te.InferenceParams(2, LONGEST, **sizes)
+
+
+@pytest.mark.parametrize("name", ["sequence_len_offset", "batch_size_offset"])
+@pytest.mark.parametrize("wrong", [1.5, True, None])
+def test_offsets_that_are_no_ints(name, wrong):
+    params = make_params("int", "cpu")
+    setattr(params, name, wrong)
+    with pytest.raises(TypeError, match=rf"^\[InferenceParams\] expected {name} to be an int, got"):
+        make_layer("cpu")(torch.randn(2, 1, HIDDEN), inference_params=params)
+
+
+def test_layers_without_a_cache():
+    params = make_params("paged", "cpu")
+    with pytest.raises(ValueError, match=r"expected a step .* got no cache \(layer number 2\)"):
+        params.convert_paged_to_nonpaged(2)
+
+
+@pytest.mark.parametrize("indices", [None, "ab", {0: 1}])
+def test_indices_of_sequences_that_are_no_lists(indices):
+    params = make_params("int", "cpu")
+    make_layer("cpu")(torch.randn(2, 1, HIDDEN), inference_params=params)
+    with pytest.raises(TypeError, match=r"^\[InferenceParams\] expected batch_indices of int32"):
+        params.swap_key_value_dict(indices)

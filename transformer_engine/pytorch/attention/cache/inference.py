@@ -47,7 +47,11 @@ from transformer_engine.pytorch.attention.cache.managers import (
     PagedKVCacheManager,
 )
 from transformer_engine.pytorch.attention.cache.memory import (
+    as_indices,
+    check_cache,
+    check_optional,
     check_room,
+    in_format,
     plain_caches,
     reorder,
     reorder_lengths,
@@ -116,6 +120,9 @@ class InferenceParams:
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
         check_sizes("InferenceParams", None, **sizes)
+        heads = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+        pages = {"total_num_pages": total_num_pages, "page_size": page_size}
+        check_optional(max_ctx_len=max_ctx_len, **heads, **pages)
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.sequence_len_offset: Any = 0
@@ -182,7 +189,7 @@ class InferenceParams:
                 f" the capture of a CUDA graph, got the int {self.sequence_len_offset}, which"
                 f" replays would not see grow (layer number {layer_number})"
             )
-        key, value = _in_format(key, qkv_format), _in_format(value, qkv_format)
+        key, value = in_format(key, qkv_format), in_format(value, qkv_format)
         tokens, batch = key.shape[:2]
         self._check_offsets()
         end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
@@ -197,17 +204,13 @@ class InferenceParams:
         for cache, new in zip(caches, (key, value), strict=True):
             cache[end - tokens : end, rows] = new.detach()
         keys, values = (cache[:end, rows] for cache in caches)
-        return _in_format(keys, qkv_format), _in_format(values, qkv_format)
+        return in_format(keys, qkv_format), in_format(values, qkv_format)
 
     def _check_offsets(self) -> None:
-        tokens, sequences = self.sequence_len_offset, self.batch_size_offset
-        try:
-            wrong = tokens < 0 or sequences < 0
-        except TypeError:
-            wrong = True
-        if wrong:
-            offsets = {"sequence_len_offset": tokens, "batch_size_offset": sequences}
-            check_sizes("InferenceParams", None, 0, **offsets)
+        offsets = self.sequence_len_offset, self.batch_size_offset
+        if not all([type(offset) is int and offset >= 0 for offset in offsets]):
+            named = dict(zip(("sequence_len_offset", "batch_size_offset"), offsets, strict=True))
+            check_sizes("InferenceParams", None, 0, **named)
 
     def append_there(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
@@ -227,7 +230,7 @@ class InferenceParams:
         for cache, new in zip(caches, (key, value), strict=True):
             write_rows(cache, step.rows, new.detach().flatten(0, 1), self.max_batch_size)
         keys, values = (cache[:, rows] for cache in caches)
-        return _in_format(keys, qkv_format), _in_format(values, qkv_format), step
+        return in_format(keys, qkv_format), in_format(values, qkv_format), step
 
     def _fixed_step(self, who: object, x: torch.Tensor, qkv_format: str) -> FixedStep:
         _refuse_packed(qkv_format)
@@ -267,7 +270,7 @@ class InferenceParams:
                 "[InferenceParams] expected cached keys to swap, got none in key_value_memory_dict;"
                 " those of named sequences are in cache_manager.cache"
             )
-        index, offset = torch.as_tensor(batch_indices), self.sequence_len_offset
+        index, offset = as_indices(batch_indices), self.sequence_len_offset
         reorder(chain(*self.key_value_memory_dict.values()), index)
         if self.kind == "fixed" and offset.ndim == 1:
             reorder_lengths(offset, index, self.batch_size_offset, self.max_batch_size)
@@ -373,7 +376,8 @@ class InferenceParams:
         return self._manager.step(layer_number, new_k, new_v, qkv_format)
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer as `[batch, max_sequence_length, heads, size]`."""
+        """A layer's keys and values, `[batch, max_sequence_length, heads, size]`, once cached."""
+        check_cache(self._manager.cache, layer_number)
         return self._manager.gathered(layer_number, self.max_sequence_length)
 
     @property
@@ -384,11 +388,6 @@ class InferenceParams:
                 " for steps of named sequences, got none of them"
             )
         return self.cache_manager
-
-
-def _in_format(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """Convert between a format and that of caches, in both directions: `[sequence, batch, ...]`."""
-    return x.transpose(0, 1) if qkv_format == "bshd" else x
 
 
 def _refuse_packed(qkv_format: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import can_read
 
 Caches = tuple[torch.Tensor, torch.Tensor]
@@ -174,6 +175,41 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, max_b
         cache.index_put_((rows // max_batch, rows % max_batch), new)
 
 
+def in_format(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """Convert between a format and that of caches, in both directions: `[sequence, batch, ...]`."""
+    return x.transpose(0, 1) if qkv_format == "bshd" else x
+
+
+def check_optional(**sizes: int | None) -> None:
+    """Check optional sizes of caches, see `check_sizes`."""
+    present = {name: size for name, size in sizes.items() if size is not None}
+    check_sizes("InferenceParams", None, **present)
+
+
+def check_cache(caches: Mapping[int, Caches], layer_number: int) -> None:
+    """Raise ValueError unless a layer has a cache."""
+    if layer_number not in caches:
+        raise ValueError(
+            "[InferenceParams] expected a step or allocate_memory before, got no cache (layer"
+            f" number {layer_number})"
+        )
+
+
+def as_indices(batch_indices: Any) -> torch.Tensor:
+    """Indices of sequences as a tensor; raise TypeError unless they are integers."""
+    try:
+        index = torch.as_tensor(batch_indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"[InferenceParams] expected batch_indices of int32 or int64, got {batch_indices!r}"
+        ) from error
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"[InferenceParams] expected batch_indices of int32 or int64, got {index.dtype}"
+        )
+    return index
+
+
 def reorder(memory: Iterable[torch.Tensor], batch_indices: torch.Tensor) -> None:
     """In place, sequence i becomes what `batch_indices[i]` was; sequences without an index stay.
 
@@ -181,13 +217,8 @@ def reorder(memory: Iterable[torch.Tensor], batch_indices: torch.Tensor) -> None
 
     Raises:
         ValueError: more sequences than there is room for; indices out of range.
-        TypeError: indices that are no integers.
     """
     index = batch_indices
-    if index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"[InferenceParams] expected batch_indices of int32 or int64, got {index.dtype}"
-        )
     known = index.tolist() if can_read(index) else []
     for cache in memory:
         if index.ndim != 1 or index.shape[0] > cache.shape[1]:
