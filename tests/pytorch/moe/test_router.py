@@ -204,6 +204,40 @@ def test_refusals() -> None:
         fused_moe_aux_loss(logits, [4] * 8, 4, 8, 2, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_groups": "2", "group_topk": 1}, TypeError, "num_groups to be an int, got '2'"),
+        ({"num_groups": 2.0, "group_topk": 1}, TypeError, r"num_groups to be an int, got 2\.0"),
+        ({"scaling_factor": "2"}, TypeError, "scaling_factor to be a number, got '2'"),
+        ({"logits": torch.tensor(1.0), "topk": 1}, ValueError, r"\[tokens, experts\], got .* \(\)"),
+        ({"topk_indices": [[0, 1]]}, TypeError, "topk_indices to be a torch.Tensor, got list"),
+        ({"expert_bias": torch.zeros(8, device="meta")}, ValueError, "expert_bias on cpu, .* meta"),
+    ],
+)
+def test_arguments_of_another_type(changes, error, message) -> None:
+    own = {"logits": torch.randn(4, 8), "topk": 2, "use_pre_softmax": False, "num_groups": None}
+    own |= {"group_topk": None, "scaling_factor": None, "score_function": "sigmoid", **changes}
+    with pytest.raises(error, match=rf"^\[router\] expected .*{message}"):
+        fused_topk_with_score_function(**own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"probs": torch.ones(8)}, ValueError, r"probs \[tokens, experts\], got \(8,\)"),
+        ({"topk": 0}, ValueError, "topk >= 1, got 0"),
+        ({"coeff": "1"}, TypeError, "coeff to be a number, got '1'"),
+        ({"total_num_tokens": None}, TypeError, "total_num_tokens to be a number, got None"),
+        ({"total_num_tokens": torch.ones(2)}, ValueError, r"to be one number, .* \(2,\)"),
+    ],
+)
+def test_arguments_of_the_loss(changes, error, message) -> None:
+    own = {"probs": torch.ones(4, 8), "tokens_per_expert": torch.ones(8), "total_num_tokens": 4}
+    with pytest.raises(error, match=rf"^\[router\] expected .*{message}"):
+        fused_moe_aux_loss(**own | {"num_experts": 8, "topk": 2, "coeff": 0.1} | changes)
+
+
 @pytest.mark.parametrize("total", [0, torch.tensor(0)])
 def test_no_tokens_have_no_loss(total) -> None:
     assert fused_moe_aux_loss(torch.ones(0, 8), torch.zeros(8), total, 8, 2, 0.1) == 0

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
-from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.inputs import check_devices, check_tensors
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
@@ -75,8 +75,8 @@ def fused_topk_with_score_function(
 
     Raises:
         ValueError: fp64, an unknown score function or format, or numbers that do not fit.
-        TypeError: `logits` or `expert_bias` that are not tensors; `logits` of integers;
-            `topk_indices` or `topk` that are not integers.
+        TypeError: `logits`, `expert_bias` or `topk_indices` that are not tensors; `logits` of
+            integers; numbers of another type; `topk_indices` that are not integers.
 
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
@@ -88,12 +88,14 @@ def fused_topk_with_score_function(
         raise ValueError("[router] expected no expert_bias with score_function 'softmax'")
     if expert_bias is not None:
         _check_experts("expert_bias", expert_bias, logits.shape[-1])
+        check_devices("router", logits=logits, expert_bias=expert_bias)
     values = logits.float()
     scores = values if softmax and not use_pre_softmax else _SCORES[score_function](values)
     choice = scores if expert_bias is None else scores + expert_bias.float()
     if group_topk is not None:
         if num_groups is None:
             raise ValueError(f"[router] expected num_groups with group_topk {group_topk}, got None")
+        check_sizes("router", None, 0, num_groups=num_groups, group_topk=group_topk)
         choice = _within_groups(choice, topk, num_groups, group_topk)
     indices = choice.topk(topk, dim=-1).indices
     weights = scores.gather(-1, indices)
@@ -102,6 +104,7 @@ def fused_topk_with_score_function(
     elif not softmax and topk > 1:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
     if scaling_factor is not None:
+        check_numbers("router", None, scaling_factor=scaling_factor)
         weights = weights * scaling_factor
     spread = torch.zeros_like(values).scatter(-1, indices, weights)
     probs = spread.to(logits.dtype)
@@ -161,16 +164,27 @@ def fused_moe_aux_loss(
         tokens.
 
     Raises:
-        ValueError: another number of `tokens_per_expert` than of experts.
-        TypeError: `probs` or `tokens_per_expert` is not a tensor.
+        ValueError: another number of `tokens_per_expert` than of experts; `probs` of another shape;
+            `topk` below 1; several total numbers.
+        TypeError: `probs` or `tokens_per_expert` is not a tensor; numbers of another type.
     """
     check_tensors("router", probs=probs)
+    if probs.ndim != 2:
+        raise ValueError(f"[router] expected probs [tokens, experts], got {tuple(probs.shape)}")
+    check_sizes("router", None, num_experts=num_experts, topk=topk)
+    check_numbers("router", None, coeff=coeff)
     _check_experts("tokens_per_expert", tokens_per_expert, probs.shape[-1])
     sums = probs.float().sum(dim=0) * tokens_per_expert.float()
     tokens: int | torch.Tensor
     if isinstance(total_num_tokens, torch.Tensor):
+        if total_num_tokens.numel() != 1:
+            raise ValueError(
+                "[router] expected total_num_tokens to be one number, got a tensor of shape"
+                f" {tuple(total_num_tokens.shape)}"
+            )
         tokens = total_num_tokens.double().clamp(min=1)  # may be on a GPU
     else:
+        check_numbers("router", None, total_num_tokens=total_num_tokens)
         tokens = max(1, total_num_tokens)
     factor = coeff * num_experts / (topk * tokens * tokens)
     return (sums.sum() * factor).to(probs.dtype)
@@ -190,6 +204,8 @@ def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str
     if logits.dtype not in HIGH_PRECISION:
         kind = ValueError if logits.dtype is torch.float64 else TypeError
         raise kind(f"[router] expected logits of float32, float16 or bfloat16, got {logits.dtype}")
+    if not logits.ndim:
+        raise ValueError("[router] expected logits [tokens, experts], got a tensor of shape ()")
     check_sizes("router", None, 0, topk=topk)
     if not 1 <= topk <= logits.shape[-1]:
         raise ValueError(f"[router] expected topk from 1 to {logits.shape[-1]}, got {topk}")
@@ -220,6 +236,7 @@ def _check_experts(name: str, values: torch.Tensor, experts: int) -> None:
 
 
 def _check_indices(room: torch.Tensor, indices: torch.Tensor) -> None:
+    check_tensors("router", topk_indices=room)
     if room.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"[router] expected topk_indices of int32 or int64, got {room.dtype}")
     if room.shape != indices.shape:
