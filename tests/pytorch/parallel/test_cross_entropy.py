@@ -106,6 +106,9 @@ def test_targets_that_are_no_classes_on_a_gpu():
         (TypeError, "target to be a torch.Tensor, got list", {"target": [1]}),
         (TypeError, "inp of float32, .* got torch.float64", {"inp": torch.ones(3, 7, 50).double()}),
         (ValueError, "0 <= label_smoothing <= 1, got 2", {"label_smoothing": 2}),
+        (TypeError, "label_smoothing to be a number, got None", {"label_smoothing": None}),
+        (TypeError, "ignore_idx to be an int, got None", {"ignore_idx": None}),
+        (TypeError, "ignore_idx to be an int, got 1.5", {"ignore_idx": 1.5}),
         (TypeError, "dist_process_group to be a process group", {"dist_process_group": "tp"}),
     ],
 )

@@ -282,6 +282,8 @@ def test_targets_that_are_no_classes_on_a_gpu():
         (ValueError, r"got \(3, 7, 16\), \(50, 8\)", {"weight": torch.ones(50, 8)}),
         (ValueError, r"bias \[50\] .* got \(3,\)", {"bias": torch.ones(3)}),
         (ValueError, "0 <= label_smoothing <= 1, got 2", {"label_smoothing": 2}),
+        (TypeError, "label_smoothing to be a number, got '0.1'", {"label_smoothing": "0.1"}),
+        (TypeError, "ignore_index to be an int, got None", {"ignore_index": None}),
         (ValueError, "reduction in .*, got 'max'", {"reduction": "max"}),
         (ValueError, "chunk_tokens >= 1, got 0", {"chunk_tokens": 0}),
         (TypeError, "chunk_tokens to be an int, got 1.5", {"chunk_tokens": 1.5}),

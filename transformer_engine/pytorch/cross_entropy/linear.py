@@ -23,6 +23,7 @@ from transformer_engine.pytorch.cross_entropy.logits_in_chunks import (
     run,
 )
 from transformer_engine.pytorch.cross_entropy.parallel import (
+    LEAST_TARGET,
     Rules,
     check_target,
     counted,
@@ -86,7 +87,7 @@ def linear_cross_entropy(
         ValueError: shapes or devices that do not fit; in FP8, features or classes that are not
             multiples of 16; an unknown reduction; `fuse_wgrad_accumulation` without a
             `weight.main_grad`; on a CPU in eager mode, targets that are not classes.
-        TypeError: other dtypes; a weight in FP8; not a process group; `fp8` that is not a bool.
+        TypeError: other dtypes; a weight in FP8; settings of another type.
         RuntimeError: gradients of gradients.
 
     >>> hidden = torch.zeros(2, 8, requires_grad=True)
@@ -107,6 +108,7 @@ def linear_cross_entropy(
     bias = None if bias is None else in_autocast_dtype(bias).contiguous()
     _check(hidden, weight, bias, target)
     _check_settings(reduction, chunk_tokens, fp8)
+    check_sizes(_OP, None, LEAST_TARGET, ignore_index=ignore_index)
     rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
     check_target(_OP, target, weight.shape[0], rules)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
     IGNORED,
     cross_entropy_forward,
 )
+from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import check_devices, check_tensors, refuse_dtype
 from transformer_engine.pytorch.parallel.agreement import agree_once
 from transformer_engine.pytorch.parallel.groups import check_group
@@ -54,7 +55,7 @@ def parallel_cross_entropy(
     Raises:
         ValueError: shapes or devices that do not fit; on a CPU in eager mode, targets that are not
             classes.
-        TypeError: other dtypes; not a process group.
+        TypeError: other dtypes; a group, smoothing or ignored target of another type.
 
     >>> logits = torch.zeros(1, 2, 4, requires_grad=True)
     >>> parallel_cross_entropy(logits, torch.tensor([[1, -100]]))
@@ -72,6 +73,7 @@ def parallel_cross_entropy(
             f"[{op}] expected inp [..., classes] and target [...], got "
             f"{tuple(inp.shape)} and {tuple(target.shape)}"
         )
+    check_sizes(op, None, LEAST_TARGET, ignore_idx=ignore_idx)
     rules = Rules(label_smoothing, ignore_idx, group_of_several(dist_process_group))
     check_target(op, target, inp.shape[-1], rules)
     target = target.reshape(-1)
@@ -79,6 +81,9 @@ def parallel_cross_entropy(
     if reduce_loss:
         return losses.sum() / counted(target, ignore_idx)
     return losses.view(inp.shape[:-1])
+
+
+LEAST_TARGET = torch.iinfo(torch.int64).min
 
 
 class Rules(NamedTuple):
@@ -122,6 +127,7 @@ def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None
         agree_once(op, [rules.group], facts)
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"[{op}] expected target of int64 or int32, got {target.dtype}")
+    check_numbers(op, None, label_smoothing=rules.smoothing)
     if not 0.0 <= rules.smoothing <= 1.0:
         raise ValueError(f"[{op}] expected 0 <= label_smoothing <= 1, got {rules.smoothing}")
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
