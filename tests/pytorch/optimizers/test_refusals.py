@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.optimizers import FusedAdam
+from transformer_engine.pytorch.optimizers import FusedAdam, multi_tensor_scale
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -80,3 +80,26 @@ def test_names_of_states():
     with pytest.raises(ValueError, match=r"expected state_name in .*master_param.*, got 'exp'"):
         optimizer.set_scaled_state(parameter, "exp", torch.ones(2))
     assert torch.equal(optimizer.get_unscaled_state(parameter, "master_param"), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("lists", "scale", "message"),
+    [
+        ([[torch.ones(1)], [torch.ones(3)]], 2.0, r"same shapes, got \[\(1,\)\] and \[\(3,\)\]"),
+        ([[torch.ones(2)] * 2, [torch.ones(2)]], 2.0, r"got \[\(2,\), \(2,\)\] and"),
+        ([[torch.ones(2)]], 2.0, r"same shapes, got \[\(2,\)\]"),
+        ([[torch.ones(2)]] * 2, torch.ones(2), r"scale to be one number, .* shape \(2,\)"),
+    ],
+)
+def test_lists_to_scale(lists, scale, message):
+    """An input of one element would be broadcast."""
+    with pytest.raises(ValueError, match=rf"^\[multi_tensor_scale\] expected .*{message}"):
+        multi_tensor_scale(1, torch.zeros(1, dtype=torch.int32), lists, scale)
+
+
+def test_tensors_without_elements_are_scaled_too():
+    flag, values = torch.zeros(1, dtype=torch.int32), [torch.ones(0), torch.ones(2)]
+    multi_tensor_scale(1, flag, [values, values], 2.0)
+    assert torch.equal(values[1], torch.full((2,), 2.0)) and not flag
+    multi_tensor_scale(1, flag, [values[:1], values[:1]], 2.0)
+    assert not flag

@@ -53,16 +53,25 @@ def multi_tensor_scale(
         tensor_lists: inputs and outputs, which may be the same tensors.
         scale: a number, or a tensor of one.
 
+    Raises:
+        ValueError: lists of different lengths, an output of another shape than its input, or
+            several scales.
+
     >>> source, target = [torch.full((2,), 3.0)], [torch.zeros(2, dtype=torch.float16)]
     >>> multi_tensor_scale(1, torch.zeros(1, dtype=torch.int32), [source, target], 2.0)
     >>> target
     [tensor([6., 6.], dtype=torch.float16)]
     """
-    inputs, outputs = tensor_lists
+    inputs, outputs = _with_elements(tensor_lists)
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise ValueError(
+                "[multi_tensor_scale] expected scale to be one number, got a tensor of shape"
+                f" {tuple(scale.shape)}"
+            )
+        scale = scale.reshape(())
     if not inputs:
         return
-    if isinstance(scale, torch.Tensor):
-        scale = scale.reshape(())
     with torch.no_grad():
         largest = torch.stack(torch._foreach_norm(list(inputs), torch.inf, dtype=torch.float32))
         noop_flag |= (~largest.isfinite()).any().to(noop_flag.dtype)
@@ -72,6 +81,18 @@ def multi_tensor_scale(
             return
         for x, output in zip(inputs, outputs, strict=True):
             output.copy_(x.float() * scale)
+
+
+def _with_elements(tensor_lists: Lists) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Inputs and outputs that have elements, with the same shapes."""
+    shapes = [[tuple(x.shape) for x in tensors] for tensors in tensor_lists]
+    if len(shapes) != 2 or shapes[0] != shapes[1]:
+        raise ValueError(
+            "[multi_tensor_scale] expected inputs and outputs of the same shapes, got"
+            f" {' and '.join(map(str, shapes))}"
+        )
+    inputs, outputs = ([x for x in tensors if x.numel()] for tensors in tensor_lists)
+    return inputs, outputs
 
 
 def multi_tensor_scale_tensor(
