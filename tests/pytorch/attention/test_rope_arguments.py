@@ -88,3 +88,23 @@ def test_ends_of_a_layer_may_have_strides(device, fused):
         for one in (ends, strided)
     )
     torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cu_seqlens": [0, 2, 5]}, TypeError, "cu_seqlens to be a torch.Tensor, got list"),
+        ({"cu_seqlens": ENDS.float()}, TypeError, "cu_seqlens of int32 or int64, got torch.float"),
+        ({"cu_seqlens": ENDS.to("meta")}, ValueError, "cu_seqlens on cpu, where t is, got meta"),
+        ({"start_positions": [1, 2]}, TypeError, "start_positions to be a torch.Tensor, got list"),
+        ({"start_positions": torch.ones(2)}, TypeError, "start_positions of int32 or int64, got"),
+        ({"start_positions": int32(0, 1) > 0}, TypeError, "of int32 or int64, got torch.bool"),
+        ({"cp_size": 2.0, "cp_rank": 1}, TypeError, r"cp_size to be an int, got 2\.0"),
+        ({"cp_size": None}, TypeError, "cp_size to be an int, got None"),
+    ],
+)
+def test_arguments_of_another_type(fused, changes, error, message):
+    own = {"t": torch.randn(5, 1, 8), "freqs": angles_on("cpu"), "tensor_format": "thd"}
+    own |= {"cu_seqlens": ENDS, "fused": fused, **changes}
+    with pytest.raises(error, match=rf"^\[apply_rotary_pos_emb\] expected .*{message}"):
+        apply_rotary_pos_emb(**own)

@@ -1,6 +1,7 @@
 """Frequencies of rotary position embedding: assigned, loaded, converted, cast by FSDP."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -100,3 +101,20 @@ def test_refused_settings_change_nothing():
     with pytest.raises(TypeError):
         module.rotary_base = "x"
     assert torch.equal(module(4), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"rotary_base": 0}, ValueError, "rotary_base > 0, got 0"),
+        ({"rotary_base": -5.0}, ValueError, r"rotary_base > 0, got -5\.0"),
+        ({"rotary_base": math.nan}, ValueError, "rotary_base > 0, got nan"),
+        ({"rotary_base": "x"}, TypeError, "rotary_base to be a number, got 'x'"),
+        ({"seq_len_interpolation_factor": "x"}, TypeError, "factor to be a number, got 'x'"),
+        ({"pretrained_max_position_embeddings": 0}, ValueError, "embeddings >= 1, got 0"),
+        ({"pretrained_max_position_embeddings": "x"}, TypeError, "to be an int, got 'x'"),
+    ],
+)
+def test_settings_without_angles(settings, error, message):
+    with pytest.raises(error, match=rf"^\[RotaryPositionEmbedding\] expected .*{message}"):
+        RotaryPositionEmbedding(8, **settings)

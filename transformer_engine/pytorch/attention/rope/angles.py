@@ -33,7 +33,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
             halves, (0, dim / 2), (1, dim / 2 + 1), ...
 
     Raises:
-        ValueError: an odd number of elements to rotate; an invalid percentage or factor.
+        ValueError: an odd number of elements to rotate; an invalid percentage, factor or base.
+        TypeError: arguments that are not numbers.
 
     Example:
         >>> RotaryPositionEmbedding(64)(16).shape
@@ -56,7 +57,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
         super().__init__()
         check_sizes("RotaryPositionEmbedding", None, dim=dim)
         check_numbers("RotaryPositionEmbedding", None, rotary_percent=rotary_percent)
-        factor = seq_len_interpolation_factor
+        factor, longest = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        if factor is not None:
+            check_numbers("RotaryPositionEmbedding", None, seq_len_interpolation_factor=factor)
+        if longest is not None:
+            check_sizes("RotaryPositionEmbedding", None, pretrained_max_position_embeddings=longest)
         if not 0.0 < rotary_percent <= 1.0 or (factor is not None and not factor > 0.0):
             raise ValueError(
                 "[RotaryPositionEmbedding] expected rotary_percent in (0, 1] and"
@@ -92,6 +97,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
             raise ValueError(
                 "[RotaryPositionEmbedding] expected an even number of elements to rotate, got"
                 f" {self.dim}"
+            )
+        check_numbers("RotaryPositionEmbedding", None, rotary_base=self.rotary_base)
+        if not self.rotary_base > 0.0:
+            raise ValueError(
+                f"[RotaryPositionEmbedding] expected rotary_base > 0, got {self.rotary_base}"
             )
         step = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
         return 1.0 / (self.rotary_base ** (step / self.dim))

@@ -68,7 +68,8 @@ def apply_rotary_pos_emb(
             exceed the tokens (both are checked only on the CPU); with several ranks, sequences that
             cannot be cut into `2 * cp_size` chunks, and start positions with another format than
             `thd`.
-        TypeError: `t` or `freqs` is no tensor, or not of floating point.
+        TypeError: `t` or `freqs` is no tensor, or not of floating point; `cu_seqlens` or
+            `start_positions` is no tensor, or not of integers; numbers of another type.
     """
     check_rank(cp_size, cp_rank)
     check_tensors("apply_rotary_pos_emb", t=t)
@@ -77,6 +78,9 @@ def apply_rotary_pos_emb(
     check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
     if freqs.device != t.device:
         check_devices("apply_rotary_pos_emb", t=t, freqs=freqs)
+    _check_integers(t, start_positions=start_positions)
+    if tensor_format == "thd":
+        _check_integers(t, cu_seqlens=cu_seqlens)
     if tensor_format == "thd" and cu_seqlens is not None:
         check_rise("apply_rotary_pos_emb", "cu_seqlens", cu_seqlens, t.shape[0] * cp_size)
     if start_positions is not None:
@@ -256,6 +260,19 @@ def check_positions(freqs: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Non
             f"[apply_rotary_pos_emb] expected freqs for at least {longest} positions, the longest"
             f" sequence of cu_seqlens, got {freqs.shape[0]}"
         )
+
+
+def _check_integers(t: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Raise unless these tensors are integers on the device of `t`, or None."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        check_tensors("apply_rotary_pos_emb", **{name: x})
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"[apply_rotary_pos_emb] expected {name} of int32 or int64, got {x.dtype}"
+            )
+        check_devices("apply_rotary_pos_emb", t=t, **{name: x})
 
 
 def _check_starts(

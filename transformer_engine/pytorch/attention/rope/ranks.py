@@ -6,12 +6,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import known_lengths
 from transformer_engine.pytorch.parallel.order import check_chunks
 
 
 def check_rank(cp_size: int, cp_rank: int) -> None:
-    """Raise ValueError unless `0 <= cp_rank < cp_size`."""
+    """Raise ValueError unless `0 <= cp_rank < cp_size`, TypeError unless they are ints."""
+    check_sizes("apply_rotary_pos_emb", None, 0, cp_size=cp_size, cp_rank=cp_rank)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected 0 <= cp_rank < cp_size, got cp_rank={cp_rank} and"
