@@ -162,6 +162,25 @@ def test_weights_of_a_linear_may_be_assigned(device: str) -> None:
     [
         (lambda: ops.Reshape([2, 0.5]), TypeError, r"\[Reshape\] expected shape to be ints"),
         (lambda: ops.Reshape([7])(torch.ones(2)), ValueError, r"\[Reshape\].* got \(2,\)"),
+        (lambda: ops.Reshape(7), TypeError, r"\[Reshape\] expected shape to be ints, got 7"),
+        *(
+            (
+                lambda op=op: op(torch.ones(2, dtype=torch.int32)),
+                TypeError,
+                rf"\[{type(op).__name__}\] expected x of floating point, got torch.int32",
+            )
+            for op in (ops.Bias(2, device="cpu"), ops.ConstantScale(0.5), ops.Dropout(0.5))
+        ),
+        (
+            lambda: ops.AddExtraInput()(torch.ones(2).long(), torch.ones(2)),
+            TypeError,
+            r"\[AddExtraInput\] expected x of floating point, got torch.int64",
+        ),
+        (
+            lambda: ops.AddExtraInput(in_place=True)(torch.ones(2), torch.ones(2).long()),
+            TypeError,
+            r"\[AddExtraInput\] expected extra of floating point, got torch.int64",
+        ),
         (lambda: ops.ConstantScale("2"), TypeError, r"\[ConstantScale\] expected scale"),
         (lambda: ops.ConstantScale(2)(None), TypeError, r"\[ConstantScale\] expected x to be a"),
         (lambda: ops.Dropout(1.0), ValueError, r"\[Dropout\] expected 0 <= p < 1, got 1.0"),

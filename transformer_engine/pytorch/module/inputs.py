@@ -99,6 +99,14 @@ def check_tensors(op: str, layer: str | None = None, /, **values: object) -> Non
             refuse_input(op, name, x, layer)
 
 
+def check_floating(op: str, /, **values: torch.Tensor) -> None:
+    """Raise TypeError unless every one of these arguments is a dense tensor of floating point."""
+    check_tensors(op, **values)
+    for name, x in values.items():
+        if not x.is_floating_point():
+            raise TypeError(f"[{op}] expected {name} of floating point, got {x.dtype}")
+
+
 def check_plain(op: str, layer: str | None = None, /, **values: torch.Tensor) -> None:
     """Raise TypeError for a tensor in FP8."""
     for name, x in values.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import check_floating, check_tensors
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
@@ -76,9 +76,9 @@ class AddExtraInput(FusibleOperation):
         Raises:
             ValueError: another shape; `in_place` with an extra input that is quantized, or a leaf
                 that requires a gradient.
-            TypeError: arguments that are not dense tensors.
+            TypeError: arguments that are not dense tensors of floating point.
         """
-        check_tensors("AddExtraInput", x=x, extra=extra)
+        check_floating("AddExtraInput", x=x, extra=extra)
         if x.shape != extra.shape:
             raise ValueError(
                 f"[AddExtraInput] expected extra of shape {tuple(x.shape)}, as x, got "

@@ -13,7 +13,7 @@ from torch import nn
 from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.module import linear
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import check_floating
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear
 from transformer_engine.pytorch.module.parameters import ParameterSet, params_dtype_of
 from transformer_engine.pytorch.ops.operation import FusibleOperation
@@ -188,7 +188,7 @@ class Bias(FusibleOperation):
         Args:
             x: `(..., size)`.
         """
-        check_tensors("Bias", x=x)
+        check_floating("Bias", x=x)
         if x.ndim == 0 or x.shape[-1] != self.size:
             raise ValueError(f"[Bias] expected x of shape (..., {self.size}), got {tuple(x.shape)}")
         bias: torch.Tensor = self.bias  # type: ignore[assignment]

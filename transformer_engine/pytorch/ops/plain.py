@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_numbers
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import check_floating, check_tensors
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
@@ -47,7 +47,10 @@ class Reshape(FusibleOperation):
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
-        self.shape = tuple(shape)
+        try:
+            self.shape = tuple(shape)
+        except TypeError as error:
+            raise TypeError(f"[Reshape] expected shape to be ints, got {shape!r}") from error
         if not all(isinstance(size, int) for size in self.shape):
             raise TypeError(f"[Reshape] expected shape to be ints, got {self.shape}")
 
@@ -100,9 +103,9 @@ class ConstantScale(FusibleOperation):
             x: of any shape, fp32, fp16 or bf16.
 
         Raises:
-            TypeError: not a dense tensor.
+            TypeError: not a dense tensor of floating point.
         """
-        check_tensors(type(self).__name__, x=x)
+        check_floating(type(self).__name__, x=x)
         return x * self.scale
 
     def extra_repr(self) -> str:
@@ -138,9 +141,9 @@ class Dropout(FusibleOperation):
             x: of any shape, fp32, fp16 or bf16.
 
         Raises:
-            TypeError: not a dense tensor.
+            TypeError: not a dense tensor of floating point.
         """
-        check_tensors(type(self).__name__, x=x)
+        check_floating(type(self).__name__, x=x)
         return torch.nn.functional.dropout(x, self.p, self.training)
 
     def extra_repr(self) -> str:
