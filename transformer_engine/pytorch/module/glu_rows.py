@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.inputs import check_tensors
+
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
     """Reorder `[gate, linear]` to blocks of the gate and of the linear part in turn.
@@ -47,7 +50,9 @@ def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch
 
 def _blocks(op: str, tensor: torch.Tensor, size: int) -> int:
     """Blocks in each half."""
-    if size < 1 or tensor.dim() == 0 or tensor.shape[0] % (2 * size):
+    check_tensors(op, tensor=tensor)
+    check_sizes(op, None, interleave_size=size)
+    if tensor.dim() == 0 or tensor.shape[0] % (2 * size):
         raise ValueError(
             f"[{op}] expected 2 * features rows with features divisible by interleave_size, got"
             f" {tuple(tensor.shape)} and interleave_size={size}"
