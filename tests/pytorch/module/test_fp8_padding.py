@@ -49,3 +49,15 @@ def test_refusals() -> None:
         te.Fp8Padding(2)(torch.ones(4, 8), [1, 2])
     with pytest.raises(ValueError, match=r"\[Fp8Unpadding\] expected inp of 32 rows for 2 parts"):
         te.Fp8Unpadding(2)(torch.ones(16, 8), [1, 2])
+    for module in (te.Fp8Padding(2), te.Fp8Unpadding(2)):
+        for splits in (None, [1.5, 2.5], "13", [True, False]):
+            with pytest.raises(TypeError, match=r"\[Fp8\w+\] expected m_splits to be ints, got"):
+                module(torch.ones(4, 8), splits)
+        with pytest.raises(ValueError, match=r"\[Fp8\w+\] expected m_splits of 0 or more, got"):
+            module(torch.ones(4, 8), [-1, 5])
+
+
+def test_numbers_of_rows_in_a_tensor(device: str) -> None:
+    padded, sizes = te.Fp8Padding(2)(torch.ones(4, 8, device=device), torch.tensor([1, 3]))
+    assert sizes == [16, 16] and [type(size) for size in sizes] == [int, int]
+    assert te.Fp8Unpadding(2)(padded, torch.tensor([1, 3])).shape == (4, 8)

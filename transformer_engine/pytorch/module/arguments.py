@@ -28,6 +28,23 @@ def check_sizes(module: str, layer: str | None, least: int = 1, /, **sizes: Any)
             raise ValueError(f"[{module}] expected {name} >= {least}, got {size}{in_layer(layer)}")
 
 
+def list_of_ints(module: str, layer: str | None, /, **values: Any) -> list[int]:
+    """The one argument, a tensor or a sequence, as a list of ints.
+
+    Symbolic sizes of compiled code stay symbols. Raise TypeError unless all are ints.
+    """
+    ((name, many),) = values.items()
+    try:
+        found = list(many.tolist() if hasattr(many, "tolist") else many)
+        if any([isinstance(one, bool) for one in found]):
+            raise TypeError
+        return [one if isinstance(one, int) else operator.index(one) for one in found]
+    except (NotImplementedError, TypeError) as error:  # the first of a tensor on meta
+        raise TypeError(
+            f"[{module}] expected {name} to be ints, got {many}{in_layer(layer)}"
+        ) from error
+
+
 def check_numbers(module: str, layer: str | None, /, **values: Any) -> None:
     """Raise TypeError unless every argument is a real number."""
     for name, value in values.items():

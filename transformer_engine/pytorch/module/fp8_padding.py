@@ -7,12 +7,13 @@ must; these modules are for programs that pad once around several layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.stages.matmul import TOKEN_ALIGNMENT
-from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.arguments import check_sizes, list_of_ints
 from transformer_engine.pytorch.module.inputs import check_tensors
 
 
@@ -26,15 +27,23 @@ class _Padding(nn.Module):
         sizes = {"num_gemms": num_gemms, "align_size": self.align_size}
         check_sizes(type(self).__name__, None, 1, **sizes)
 
-    def _padded(self, m_splits: Sequence[int]) -> list[int]:
+    def _ints(self, m_splits: Any) -> list[int]:
+        splits = list_of_ints(type(self).__name__, None, m_splits=m_splits)
+        if min(splits, default=0) < 0:
+            raise ValueError(
+                f"[{type(self).__name__}] expected m_splits of 0 or more, got {splits}"
+            )
+        return splits
+
+    def _padded(self, m_splits: list[int]) -> list[int]:
         return [-(-rows // self.align_size) * self.align_size for rows in m_splits]
 
-    def _check(self, inp: torch.Tensor, m_splits: Sequence[int], rows: int) -> None:
+    def _check(self, inp: torch.Tensor, m_splits: list[int], rows: int) -> None:
         check_tensors(type(self).__name__, inp=inp)
         if len(m_splits) != self.num_gemms or inp.ndim != 2 or inp.shape[0] != rows:
             raise ValueError(
                 f"[{type(self).__name__}] expected inp of {rows} rows for {self.num_gemms} parts, "
-                f"got {tuple(inp.shape)} for m_splits {list(m_splits)}"
+                f"got {tuple(inp.shape)} for m_splits {m_splits}"
             )
 
     def extra_repr(self) -> str:
@@ -67,12 +76,13 @@ class Fp8Padding(_Padding):
         Returns:
             `(padded, rows of its parts)`; `inp` itself where no rows are missing.
         """
-        self._check(inp, m_splits, sum(m_splits))
-        padded = self._padded(m_splits)
-        if padded == list(m_splits):
+        splits = self._ints(m_splits)
+        self._check(inp, splits, sum(splits))
+        padded = self._padded(splits)
+        if padded == splits:
             return inp, padded
         pieces: list[torch.Tensor] = []
-        for part, rows in zip(inp.split(list(m_splits)), padded, strict=True):
+        for part, rows in zip(inp.split(splits), padded, strict=True):
             pieces += [part, inp.new_zeros(rows - part.shape[0], inp.shape[1])]
         return torch.cat(pieces), padded
 
@@ -101,9 +111,10 @@ class Fp8Unpadding(_Padding):
         Returns:
             `[rows, features]`; `inp` itself where nothing was added.
         """
-        padded = self._padded(m_splits)
-        self._check(inp, m_splits, sum(padded))
-        if padded == list(m_splits):
+        splits = self._ints(m_splits)
+        padded = self._padded(splits)
+        self._check(inp, splits, sum(padded))
+        if padded == splits:
             return inp
-        parts = zip(inp.split(padded), m_splits, strict=True)
+        parts = zip(inp.split(padded), splits, strict=True)
         return torch.cat([part[:rows] for part, rows in parts])

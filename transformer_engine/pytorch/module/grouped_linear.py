@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     of_length,
     state_with,
 )
-from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
+from transformer_engine.pytorch.module.arguments import check_sizes, list_of_ints, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features, check_plain
 from transformer_engine.pytorch.module.linear import Linear
@@ -323,16 +322,6 @@ class GroupedLinear(TransformerEngineBaseModule):
             part.drop_plans()
         return self
 
-    def _ints(self, m_splits: Any) -> list[int]:
-        """`m_splits` as a list of ints; symbolic sizes of compiled code stay symbols."""
-        try:
-            splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
-            return [size if isinstance(size, int) else operator.index(size) for size in splits]
-        except (NotImplementedError, TypeError) as error:  # the first of a tensor on meta
-            raise TypeError(
-                f"[GroupedLinear] expected m_splits to be ints, got {m_splits} (layer {self.name})"
-            ) from error
-
     def forward(
         self,
         inp: torch.Tensor,
@@ -355,7 +344,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         """
         check_plain("GroupedLinear", self.name, inp=inp)
         check_features(self, inp, self.in_features)
-        splits = self._ints(m_splits)
+        splits = list_of_ints("GroupedLinear", self.name, m_splits=m_splits)
         rows = inp.reshape(-1, self.in_features)
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0] or min(splits) < 0:
             raise ValueError(
