@@ -236,7 +236,7 @@ class Chain:
             template = TEMPLATES[self.kind] = copy.deepcopy(self)
             template.rename("in compiled code")
             for stage in template.matmuls:
-                stage.cached_weight = None
+                stage.drop_cache()
         return True
 
     def prepare(self, plan: CallPlan) -> CallPlan:
@@ -260,6 +260,7 @@ class Chain:
         )
         pairs = [(step.stage, own) for step, own in zip(self.steps, plans, strict=True)]
         plan.caching = [pair for pair in pairs if pair[0].caches(pair[1])]
+        plan.dropping = [stage for stage, own in pairs if stage.multiplies and own.drops_cache]
         return plan
 
     def __str__(self) -> str:

@@ -49,6 +49,8 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
         values = inputs[: plan.chain.inputs]
         if any([x is not None and (type(x) is not _Tensor or x.is_neg()) for x in values]):
             inputs = tuple([_with_memory(x) for x in inputs])
+    if plan.dropping:
+        plan.drop_caches()
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
             result = _ChainNode.apply(plan, step, *inputs)

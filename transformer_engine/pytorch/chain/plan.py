@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from transformer_engine.pytorch._torch_private import allows_tf32
+from transformer_engine.pytorch._torch_private import allows_tf32, graph_task
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
@@ -36,6 +36,7 @@ class CallPlan:
         options: further settings that stages of this chain read.
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
+        dropping: the stages whose cached tensors are those of an earlier step in this call.
         operator: the key of the operator that runs the call in compiled code; else empty.
         facts: in the plan of an operator, the elements of `PartFacts`; else None.
         cse_barrier: an empty tensor that kernels of the forward take as an argument, so that a
@@ -65,6 +66,7 @@ class CallPlan:
         "compiling",
         "cse_barrier",
         "differentiable",
+        "dropping",
         "dtype",
         "exporting",
         "facts",
@@ -115,6 +117,7 @@ class CallPlan:
         self.exporting = False  # to ONNX
         self.fp8_weights: tuple[int, ...] = ()
         self.caching: Sequence[Any] = ()
+        self.dropping: Sequence[Any] = ()
         self.inspect_at = 0
         self.inspection: Any = None
         self.recordings: dict[Any, Any] | None = None
@@ -129,6 +132,12 @@ class CallPlan:
     def in_tf32(self) -> bool:
         """Whether fp32 GEMMs run in TF32 now. A recording keeps the setting of its first call."""
         return self.dtype is torch.float32 and allows_tf32()
+
+    def drop_caches(self) -> None:
+        """Drop what earlier steps have cached; the recompute of a checkpoint begins no step."""
+        if self.compiling or graph_task() == -1:
+            for stage in self.dropping:
+                stage.drop_cache()
 
     def bound(self, state: Any) -> CallPlan:
         """The plan with this scaling state in place of its stand-ins."""
@@ -173,6 +182,7 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
         joined.stage_plans = [*joined.stage_plans, *plan.stage_plans]
         joined.differentiable = [*joined.differentiable, *plan.differentiable]
         joined.caching = [*joined.caching, *plan.caching]
+        joined.dropping = [*joined.dropping, *plan.dropping]
         first += plan.chain.arguments - plan.chain.inputs
     joined.requires_grad = any(joined.differentiable)
     return joined

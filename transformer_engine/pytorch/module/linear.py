@@ -198,7 +198,8 @@ class Linear(SingleGemmModule):
         Args:
             inp: `(..., in_features)`, fp32, fp16 or bf16.
             is_first_microbatch: True casts the weight to FP8 and caches the result, False uses the
-                cached one, None casts the weight for this call only. With
+                cached one, None casts the weight for this call only. True in high precision drops
+                the cached one; without one, False casts and caches as True. With
                 `fuse_wgrad_accumulation`, True also begins a new sum in `main_grad`: the first
                 backward of a use of the weight that comes after this call overwrites what is
                 there, whichever call it belongs to, and the others add. A call without autograd,

@@ -148,9 +148,8 @@ class Matmul(Stage):
 
     def recordable(self, plan: MatmulPlan) -> bool:
         """True if quantizers only call `_C`, and the call caches no weight and recasts no input."""
-        makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.fp8_weight
-        recasts_input = plan.input_in_backward is not None
-        return plan.quantizers.native and not (makes_cache or recasts_input)
+        makes_cache = plan.caches and plan.first_microbatch
+        return plan.quantizers.native and not makes_cache and plan.input_in_backward is None
 
     def persistent_tensors(self, plan: MatmulPlan) -> Sequence[torch.Tensor]:
         """Scales and amaxes."""
@@ -158,7 +157,7 @@ class Matmul(Stage):
 
     def caches(self, plan: MatmulPlan) -> bool:
         """Whether the FP8 weight is cached between micro-batches."""
-        return plan.fp8 and plan.first_microbatch is not None and not plan.fp8_weight
+        return plan.fp8 and plan.caches
 
     def cached(self, plan: MatmulPlan) -> tuple[torch.Tensor | None, ...] | None:
         """The FP8 weight of an earlier micro-batch."""
@@ -257,20 +256,23 @@ class Matmul(Stage):
             key, cached = self.cached_weight
             self._cache(key, Operands(detached(cached.rowwise), detached(cached.columnwise)))
 
+    def drop_cache(self) -> None:
+        """Drop the cached weight."""
+        self.cached_weight, self._cached_tensors = None, ()
+
     def _cache(self, key: Hashable, operands: Operands) -> None:
         self.cached_weight = (key, operands)
         self._cached_tensors = tensors_of(operands)
 
     def _weight_operands(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
-        quantizer = plan.quantizers.weight
         if not plan.fp8 and weight.dtype is not plan.dtype:
             weight = cast(weight, plan.dtype)
-        if plan.first_microbatch is None or not (plan.fp8 or quantizer.calls_features):
-            return quantizer.operands(weight, plan.weight_request)
+        if not plan.caches:
+            return plan.quantizers.weight.operands(weight, plan.weight_request)
         cached = self._cached_operands(plan)
         if (plan.first_microbatch and not plan.is_recompute) or cached is None:
-            return self.renew(weight, plan)
+            cached = self.renew(weight, plan)
         return cached
 
     def renew(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:

@@ -11,7 +11,9 @@ class MatmulPlan:
     """The plan of a `Matmul`: facts of the call, and the requests for its operands."""
 
     __slots__ = (
+        "caches",
         "compiling",
+        "drops_cache",
         "dtype",
         "fast_accumulation",
         "first_microbatch",
@@ -51,6 +53,11 @@ class MatmulPlan:
         self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
         self.fp8_weight = first in call.fp8_weights  # the weight is kept in FP8
+        # The weight is cached between micro-batches; a first one that caches none ends the step
+        # before it, too.
+        casts = self.fp8 or quantizers.weight.calls_features
+        self.caches = call.first_microbatch is not None and casts and not self.fp8_weight
+        self.drops_cache = call.first_microbatch is True and not self.caches
         self.needs_input = any(needs[:first])
         self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
         self.input_in_backward: OperandRequest | None = None  # with `save_original_input`
