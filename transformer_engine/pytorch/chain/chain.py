@@ -236,7 +236,7 @@ class Chain:
             template = TEMPLATES[self.kind] = copy.deepcopy(self)
             template.rename("in compiled code")
             for stage in template.matmuls:
-                stage.drop_cache()
+                stage.cached_weight = None
         return True
 
     def prepare(self, plan: CallPlan) -> CallPlan:

@@ -36,7 +36,7 @@ class CallPlan:
         options: further settings that stages of this chain read.
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
-        dropping: the stages whose cached tensors are those of an earlier step in this call.
+        dropping: the stages that drop what they have cached: it is of an earlier step.
         operator: the key of the operator that runs the call in compiled code; else empty.
         facts: in the plan of an operator, the elements of `PartFacts`; else None.
         cse_barrier: an empty tensor that kernels of the forward take as an argument, so that a
@@ -137,7 +137,7 @@ class CallPlan:
         """Drop what earlier steps have cached; the recompute of a checkpoint begins no step."""
         if self.compiling or graph_task() == -1:
             for stage in self.dropping:
-                stage.drop_cache()
+                stage.cached_weight = None
 
     def bound(self, state: Any) -> CallPlan:
         """The plan with this scaling state in place of its stand-ins."""

@@ -22,6 +22,20 @@ class CastWeight(NamedTuple):
     operands: Operands
 
 
+class CachedWeight(NamedTuple):
+    """An FP8 weight that a stage keeps between micro-batches.
+
+    Attributes:
+        key: `Quantizer.cache_key` of its quantizer.
+        operands: the weight.
+        tensors: the tensors of the operands.
+    """
+
+    key: Hashable
+    operands: Operands
+    tensors: tuple[torch.Tensor | None, ...]
+
+
 def unpacked(weight: Any) -> tuple[torch.Tensor, Operands | None]:
     """A weight, and its operands if it has been cast before."""
     return weight if type(weight) is CastWeight else (weight, None)

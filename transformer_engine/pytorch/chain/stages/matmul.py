@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
     tensors_of,
     without_padding,
 )
-from transformer_engine.pytorch.chain.weight_casts import unpacked
+from transformer_engine.pytorch.chain.weight_casts import CachedWeight, unpacked
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
@@ -87,7 +87,7 @@ class Matmul(Stage):
     label = "matmul"
     multiplies = True
     takes_pending = True
-    lasting = ("cached_weight", "_cached_tensors", "delayed")
+    lasting = ("cached_weight", "delayed")
     not_settings = ("name", "part", "results", *lasting)
 
     def __init__(
@@ -108,8 +108,7 @@ class Matmul(Stage):
         self.fuse_wgrad = fuse_wgrad
         self.delayed: DelayedTasks | None = DelayedTasks() if delays else None
         self.save_original_input = False  # save the input for backward in high precision
-        self.cached_weight: tuple[Hashable, Operands] | None = None
-        self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
+        self.cached_weight: CachedWeight | None = None
         self.rename(layer)
 
     def rename(self, layer: str) -> None:
@@ -161,7 +160,8 @@ class Matmul(Stage):
 
     def cached(self, plan: MatmulPlan) -> tuple[torch.Tensor | None, ...] | None:
         """The FP8 weight of an earlier micro-batch."""
-        return None if self._cached_operands(plan) is None else self._cached_tensors
+        found = self._cached(plan)
+        return None if found is None else found.tensors
 
     def request(self, plan: MatmulPlan, x: torch.Tensor) -> OperandRequest | None:
         """Row-wise for fprop, column-wise for wgrad."""
@@ -253,16 +253,9 @@ class Matmul(Stage):
     def detach_cache(self) -> None:
         """Detach the cached weight, which would keep the graph of the first micro-batch alive."""
         if self.cached_weight is not None:
-            key, cached = self.cached_weight
-            self._cache(key, Operands(detached(cached.rowwise), detached(cached.columnwise)))
-
-    def drop_cache(self) -> None:
-        """Drop the cached weight."""
-        self.cached_weight, self._cached_tensors = None, ()
-
-    def _cache(self, key: Hashable, operands: Operands) -> None:
-        self.cached_weight = (key, operands)
-        self._cached_tensors = tensors_of(operands)
+            key, cached, _ = self.cached_weight
+            own = Operands(detached(cached.rowwise), detached(cached.columnwise))
+            self.cached_weight = CachedWeight(key, own, tensors_of(own))
 
     def _weight_operands(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
@@ -270,25 +263,25 @@ class Matmul(Stage):
             weight = cast(weight, plan.dtype)
         if not plan.caches:
             return plan.quantizers.weight.operands(weight, plan.weight_request)
-        cached = self._cached_operands(plan)
+        cached = self._cached(plan)
         if (plan.first_microbatch and not plan.is_recompute) or cached is None:
-            cached = self.renew(weight, plan)
-        return cached
+            return self.renew(weight, plan)
+        return cached.operands
 
     def renew(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
         """Cast the weight and cache it."""
-        quantizer = plan.quantizers.weight
-        cast = quantizer.refreshed(weight, plan.weight_request, self._cached_operands(plan))
-        self._cache(quantizer.cache_key, cast)
+        quantizer, cached = plan.quantizers.weight, self._cached(plan)
+        before = None if cached is None else cached.operands
+        cast = quantizer.refreshed(weight, plan.weight_request, before)
+        self.cached_weight = CachedWeight(quantizer.cache_key, cast, tensors_of(cast))
         return cast
 
-    def _cached_operands(self, plan: MatmulPlan) -> Operands | None:
+    def _cached(self, plan: MatmulPlan) -> CachedWeight | None:
         """The cached weight, if it has what this plan needs."""
-        if self.cached_weight is None:
+        found = self.cached_weight
+        if found is None or (found.operands.columnwise is None and plan.needs_input):
             return None
-        key, operands = self.cached_weight
-        complete = operands.columnwise is not None or not plan.needs_input
-        return operands if complete and key == plan.quantizers.weight.cache_key else None
+        return found if found.key == plan.quantizers.weight.cache_key else None
 
     def delays(self, plan: MatmulPlan) -> bool:
         """True with the argument `delays` if the weight needs a gradient."""
