@@ -53,6 +53,44 @@ def test_high_precision_after_fp8(precision: str, wrap: Wrap, device: str) -> No
 
 
 @modes
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        ("current", "blocks"),
+        ("delayed", "blocks"),
+        ("delayed", "delayed"),
+        ("blocks", "high precision"),
+    ],
+    ids=" then ".join,
+)
+def test_cached_weights_change_before_the_backward(
+    recipes: tuple[str, str], first: bool, wrap: Wrap, device: str
+) -> None:
+    """A recompute reads the weights of its forward, and leaves those that were cached since."""
+    found: list[list[torch.Tensor]] = []
+    for run in (wrap, uncheckpointed):
+        torch.manual_seed(0)
+        layer = te.LayerNormMLP(32, 64, device=device)
+        x = torch.randn(16, 32, device=device, requires_grad=True)
+
+        def call(x: torch.Tensor, name: str, first: bool, layer: nn.Module = layer) -> torch.Tensor:
+            with scope(name):
+                return layer(x, is_first_microbatch=first)
+
+        for known in (True, False):  # a call with cached weights is recorded in the second run
+            run(call, x, recipes[0], known).square().sum().backward()
+        out = run(call, x, recipes[0], first)
+        other = run(call, x * 2, recipes[1], True)
+        out.square().sum().backward()
+        cached = [stage.cached_weight for stage in layer.chain.matmuls]
+        other.square().sum().backward()
+        assert all(s.cached_weight is c for s, c in zip(layer.chain.matmuls, cached, strict=True))
+        found.append([out.detach(), other.detach(), *gradients(layer, x)])
+    assert_equal(*found)
+
+
+@modes
 @pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["fp8 first", "fp8 last"])
 @pytest.mark.parametrize("together", [False, True], ids=["in two", "in one"])
 def test_attention(together: bool, order: tuple[bool, bool], wrap: Wrap) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,8 @@ class CallPlan:
         options: further settings that stages of this chain read.
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
+        cached: by stage, the weights that a call which may run again has cached or read; in a
+            recompute, those of its first forward.
         dropping: the stages that drop what they have cached: it is of an earlier step.
         operator: the key of the operator that runs the call in compiled code; else empty.
         facts: in the plan of an operator, the elements of `PartFacts`; else None.
@@ -60,6 +62,7 @@ class CallPlan:
         "accumulates",
         "bind",
         "by_stages",
+        "cached",
         "caching",
         "chain",
         "columns",
@@ -117,6 +120,7 @@ class CallPlan:
         self.exporting = False  # to ONNX
         self.fp8_weights: tuple[int, ...] = ()
         self.caching: Sequence[Any] = ()
+        self.cached: Mapping[Any, Any] = {}
         self.dropping: Sequence[Any] = ()
         self.inspect_at = 0
         self.inspection: Any = None

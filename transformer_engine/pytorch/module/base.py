@@ -53,7 +53,7 @@ from transformer_engine.pytorch.parallel.groups import (
     TensorParallel,
     check_amax_group,
 )
-from transformer_engine.pytorch.recompute.module_calls import plan_in_region
+from transformer_engine.pytorch.recompute.module_calls import call_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_PLANS = 64
@@ -171,13 +171,13 @@ class TransformerEngineBaseModule(
             return outside_of_graphs(self._call, x, features, parameters, bias, first_microbatch)
         stack = autocast_stack()
         if not _is_compiling() and may_recompute(stack):
-            plan, step = plan_in_region(self, x, parameters, first_microbatch)
+            plan, out = call_in_region(self, x, parameters, first_microbatch)
         else:
             needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
             plan, step = self.plan_for(x, parameters, needs, first_microbatch, stack), None
             if stack.step.first_pending and plan.requires_grad:
                 step = self.take_backward_end()
-        out = call_chain(plan, step, x.contiguous(), *parameters)
+            out = call_chain(plan, step, x.contiguous(), *parameters)
         tapped = len(self.chain.outputs) > 1
         if not (self.return_bias or tapped):
             return out

@@ -6,14 +6,16 @@ saves the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.chain.main_grad_uses import mark_forward
+from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
@@ -34,19 +36,50 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 
-def plan_in_region(
+def call_in_region(
+    module: TransformerEngineBaseModule,
+    x: torch.Tensor,
+    parameters: Parameters,
+    first_microbatch: bool | None,
+) -> tuple[CallPlan, Any]:
+    """Run a call that may be in a recompute region: first forward, recompute, or neither.
+
+    Returns:
+        The plan of the call, and what the chain returns.
+
+    Raises:
+        RuntimeError: the call is a recompute, and its first forward cannot be found.
+    """
+    plan, step = _plan_in_region(module, x, parameters, first_microbatch)
+    with _cached_weights(plan):
+        return plan, call_chain(plan, step, x.contiguous(), *parameters)
+
+
+@contextmanager
+def _cached_weights(plan: CallPlan) -> Iterator[None]:
+    """Let a recompute read the weights of its first forward, whatever was cached since."""
+    stages = [stage for stage, _ in plan.caching]
+    before = [stage.cached_weight for stage in stages]
+    if not plan.is_recompute:
+        yield
+        plan.cached = {stage: stage.cached_weight for stage in stages}
+        return
+    for stage in stages:
+        stage.cached_weight = plan.cached.get(stage, stage.cached_weight)
+    try:
+        yield
+    finally:
+        for stage, other in zip(stages, before, strict=True):
+            stage.cached_weight = other
+
+
+def _plan_in_region(
     module: TransformerEngineBaseModule,
     x: torch.Tensor,
     parameters: Parameters,
     first_microbatch: bool | None,
 ) -> tuple[CallPlan, Step | None]:
-    """The plan of a call that may be in a recompute region: first forward, recompute, or neither.
-
-    Also returns the autocast step that ends with the backward of the call, or None.
-
-    Raises:
-        RuntimeError: the call is a recompute, and its first forward cannot be found.
-    """
+    """The plan of the call, and the autocast step that ends with its backward, or None."""
     stack = autocast_stack()
     where = recompute_context(stack.recomputed, stack.regions)
     needs: tuple[bool, ...] = ()
@@ -206,6 +239,7 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
         _C.copy(call.scales, recompute.recompute_scales)
     result = recompute.copy()
     assert call.plan is not None
+    result.cached = call.plan.cached
     if plan.requires_grad and call.plan.requires_grad:
         if call.plan.unrecorded is None:
             result.recordings = None
