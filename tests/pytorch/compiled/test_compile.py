@@ -252,8 +252,9 @@ def test_calibration(device):
 
 
 @pytest.mark.sampled_on_cpu
+@pytest.mark.parametrize("tokens", [16, 5])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_micro_batches_and_gradients_in_place(recipe, device):
+def test_micro_batches_and_gradients_in_place(recipe, tokens, device):
     """Cached weights and `main_grad` outlive the graphs that write them."""
     reset_autocast()
     torch._dynamo.reset()
@@ -263,7 +264,7 @@ def test_micro_batches_and_gradients_in_place(recipe, device):
         module.weight.main_grad = torch.zeros(FFN, HIDDEN, device=device)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for first in (True, False, True, False):
-        x = torch.randn(16, HIDDEN, device=device)
+        x = torch.randn(tokens, HIDDEN, device=device)
         outputs = []
         for module in (compiled, eager):
             with scope(recipe):

@@ -45,5 +45,6 @@ def resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
 def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     if x.shape == (rows, cols):
         return x
-    # Negative padding cuts.
-    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0])).contiguous()
+    # Negative padding cuts. The result is contiguous, and must be no alias: Dynamo loses tensors
+    # that alias another one of an autograd function, if the backward reads them.
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
