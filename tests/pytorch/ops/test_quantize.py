@@ -230,3 +230,23 @@ def test_refusals() -> None:
         ops.Quantize()(None)
     with pytest.raises(ValueError, match=r"\[Quantize\] expected x of shape .*\(layer q\)"):
         ops.Quantize(name="q")(torch.ones(()))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_refuse_its_result_in_words(name: str, device: str) -> None:
+    """Only the `Sequential` of operations dequantises for the next layer."""
+    layers = {
+        "Linear": te.Linear(32, 32, device=device, name="next"),
+        "LayerNorm": te.LayerNorm(32, device=device),
+        "GELU": ops.GELU(),
+        "L2Normalization": ops.L2Normalization(),
+        "TransformerLayer": te.TransformerLayer(32, 64, 2, device=device),
+    }
+    x = torch.randn(16, 1, 32, device=device)
+    for kind, layer in layers.items():
+        words = rf"\[{kind}\] expected .* in high precision, got Float8.*: pass its dequantize\(\)"
+        with te.fp8_autocast(fp8_recipe=RECIPES[name]):
+            with pytest.raises(TypeError, match=words) as refused:
+                torch.nn.Sequential(ops.Quantize(), layer)(x)
+            assert ops.Sequential(ops.Quantize(), layer)(x).shape == x.shape
+        assert kind != "Linear" or "(layer next)" in str(refused.value)

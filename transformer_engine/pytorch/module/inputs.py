@@ -111,8 +111,11 @@ def check_plain(op: str, layer: str | None = None, /, **values: torch.Tensor) ->
     """Raise TypeError for a tensor in FP8."""
     for name, x in values.items():
         if isinstance(x, QuantizedTensor):
-            got = type(x).__name__
-            raise TypeError(f"[{op}] expected {name} in high precision, got {got}{in_layer(layer)}")
+            raise TypeError(
+                f"[{op}] expected {name} in high precision, got {type(x).__name__}, a tensor in "
+                "FP8 (as te.ops.Quantize returns): pass its dequantize(), as te.ops.Sequential does"
+                f" between operations{in_layer(layer)}"
+            )
 
 
 def check_hidden(
@@ -144,9 +147,9 @@ def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
 
 
 def _check_input(module: nn.Module, parameter: str, x: torch.Tensor) -> None:
-    """Raise TypeError unless kernels can read the input; parameters and FP8 tensors are allowed."""
-    of_ranks = is_dtensor(x) and not isinstance(x, QuantizedTensor)  # FP8 pieces have to_local too
-    if not isinstance(x, _Tensor) or x.layout is not _strided or of_ranks:
+    """Raise TypeError unless kernels can read the input; parameters are allowed."""
+    check_plain(type(module).__name__, module.name, **{parameter: x})  # type: ignore[arg-type]
+    if not isinstance(x, _Tensor) or x.layout is not _strided or is_dtensor(x):
         refuse_input(type(module).__name__, parameter, x, module.name)  # type: ignore[arg-type]
 
 

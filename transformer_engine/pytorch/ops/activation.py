@@ -21,7 +21,7 @@ from transformer_engine.pytorch.kernels.activation import (
     is_gated,
 )
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import check_plain, check_tensors
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
@@ -61,6 +61,7 @@ def _checked(op: FusibleOperation, x: torch.Tensor, gated: bool) -> torch.Tensor
     """The input, in the dtype of `torch.autocast` where that is on."""
     kind = type(op).__name__
     check_tensors(kind, x=x)
+    check_plain(kind, x=x)
     if x.ndim == 0 or (gated and x.shape[-1] % 2):
         raise ValueError(f"[{kind}] expected x of shape (..., even), got {tuple(x.shape)}")
     return in_autocast_dtype(x)

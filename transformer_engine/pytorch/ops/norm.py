@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import check_tensors
+from transformer_engine.pytorch.module.inputs import check_plain, check_tensors
 from transformer_engine.pytorch.module.l2norm import L2Normalization as _L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm as _LayerNorm
 from transformer_engine.pytorch.module.norms import checked_eps
@@ -71,6 +71,7 @@ class L2Normalization(HasSettings, FusibleOperation):
             TypeError: not a dense tensor.
         """
         check_tensors("L2Normalization", x=x)
+        check_plain("L2Normalization", x=x)
         if x.ndim == 0 or x.shape[-1] == 0:
             raise ValueError(
                 f"[L2Normalization] expected x of shape (..., n), n > 0, got {tuple(x.shape)}"
