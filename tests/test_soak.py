@@ -1,11 +1,12 @@
 """The figures in docs/reliability.md, and how the soak tests judge their results."""
 
 import importlib
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,29 @@ def test_the_page_shows_the_last_figures(soak: Callable[[str], ModuleType]) -> N
     table = soak("table")
     assert table.table() in table.PAGE.read_text(), "run python tools/soak/table.py"
     assert all(" 0 |" in line for line in table.table().splitlines()[2:]), "failures"
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_figures_are_written_only_if_asked_for(
+    soak: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    writes: bool,
+) -> None:
+    outcome, table = soak("outcome"), soak("table")
+    monkeypatch.delenv("TE_SOAK_RESULTS", raising=False)
+    for module in (outcome, table):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(table._BEGIN + table._END)
+    monkeypatch.setattr(table, "PAGE", page)
+    states = SimpleNamespace(run=lambda seconds, seed: outcome.Outcome("states", {"loads": 3}))
+    monkeypatch.setitem(sys.modules, "states", states)
+    arguments = ["soak", "states", "--seconds", "1", *(["--write"] if writes else [])]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert runpy.run_path(str(SOAK / "__main__.py"))["main"]() == 0
+    assert ("3 loads" in page.read_text()) == writes
+    assert (tmp_path / "states.json").exists() == writes
 
 
 def test_what_jobs_find_is_added(soak: Callable[[str], ModuleType]) -> None:

@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 seconds=${1:-120}
 export TE_SOAK_RESULTS=${TE_SOAK_RESULTS:-${OUT:-$ROOT/build/soak}}
 jobs=$(($(nproc) > 8 ? $(nproc) - 6 : 1))
-soak() { "$py" tools/soak "$@" || echo "FAILED: soak $*"; }
+soak() { "$py" tools/soak "$@" --write || echo "FAILED: soak $*"; }
 
 on_processors() {
   soak parser --seconds $((2 * seconds / 3)) --jobs "$jobs"
