@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -71,10 +71,15 @@ class Graphed:
         self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.parameters
         self.fused = [p for p in self.parameters if getattr(p, "main_grad", None) is not None]
 
+    @property
+    def _records(self) -> bool:
+        """Whether autograd records a call now."""
+        return torch.is_grad_enabled() and not self.generates
+
     def run(self) -> list[Any]:
         """Call the callable with the samples; returns flat outputs."""
         first = False if self.settings.caches_weights else None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.generates):
+        with torch.set_grad_enabled(self._records):
             # A module may override `__call__`, as Megatron's do: `forward` would be something else.
             out = self.subject.call(self.args, self.kwargs, first, self.subject.function)
         outputs, self.out_structure = tree_flatten(out)
@@ -193,8 +198,8 @@ class Graphed:
             )
         first = self._first_microbatch(kwargs)
         inputs = self._checked(args, kwargs)
-        if any(p.requires_grad for p in self.frozen):
-            self._check_frozen()
+        if self._records and any(p.requires_grad for p in self.frozen):
+            self._refuse_parameters()
         subject, scope = self.subject, self.settings.scope
         subject.check_states()
         enter(scope)
@@ -245,8 +250,8 @@ class Graphed:
         for i, (own, new) in enumerate(zip(self.leaves, leaves, strict=True)):
             if isinstance(own, torch.Tensor) and isinstance(new, torch.Tensor):
                 same = own.shape == new.shape and own.dtype is new.dtype
-                if new.requires_grad and not own.requires_grad:
-                    self._check_no_gradient(i)
+                if self._records and new.requires_grad and not own.requires_grad:
+                    self._refuse_gradient(i)
             elif isinstance(own, torch.Tensor) or isinstance(new, torch.Tensor):
                 same = False
             else:
@@ -258,10 +263,9 @@ class Graphed:
                 )
         return tuple(t for t in leaves if isinstance(t, torch.Tensor))
 
-    def _check_frozen(self) -> None:
-        """Refuse parameters that need a gradient and needed none at the capture."""
-        if not torch.is_grad_enabled() or self.generates or self.subject.module is None:
-            return
+    def _refuse_parameters(self) -> NoReturn:
+        """Name the parameters that need a gradient and needed none at the capture."""
+        assert self.subject.module is not None  # it has parameters
         named = self.subject.module.named_parameters()
         new = [n for n, p in named if p.requires_grad and any(p is own for own in self.frozen)]
         raise ValueError(
@@ -270,14 +274,13 @@ class Graphed:
             f"{', '.join(new)}, whose gradients the graph does not compute: capture again"
         )
 
-    def _check_no_gradient(self, i: int) -> None:
-        """Refuse an input that needs a gradient where its sample needed none."""
-        if torch.is_grad_enabled() and not self.generates:
-            raise ValueError(
-                f"[make_graphed_callables] expected argument {i} of {self.subject.where} without "
-                "requires_grad, like its sample, got one that needs a gradient, which the graph "
-                "does not compute: capture with a sample that has requires_grad=True"
-            )
+    def _refuse_gradient(self, i: int) -> NoReturn:
+        """Name the argument that needs a gradient where its sample needed none."""
+        raise ValueError(
+            f"[make_graphed_callables] expected argument {i} of {self.subject.where} without "
+            "requires_grad, like its sample, got one that needs a gradient, which the graph does "
+            "not compute: capture with a sample that has requires_grad=True"
+        )
 
 
 class _Replay(torch.autograd.Function):
