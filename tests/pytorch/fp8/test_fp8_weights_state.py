@@ -372,21 +372,21 @@ def test_missing_and_empty_state_is_silent() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw",
+    ("raw", "words"),
     [
-        MAGIC,
-        MAGIC + struct.pack("<ii", 3, 2),
-        MAGIC + struct.pack("<iii", -3, 2, 4),
-        MAGIC + struct.pack("<iii", 2**31 - 1, 2**31 - 1, 2**31 - 1),
-        MAGIC + struct.pack("<iii", 3, 2, 4) + bytes(50),
-        MAGIC + struct.pack("<iii", 0, 0, 0) + bytes(7),
+        (MAGIC, "how many FP8 scales it has, got 8 bytes"),
+        (MAGIC + struct.pack("<ii", 3, 2), "how many FP8 scales it has, got 16 bytes"),
+        (MAGIC + struct.pack("<iii", -3, 2, 4), "how many FP8 scales it has, got 20 bytes"),
+        (MAGIC + struct.pack("<iii", *[2**31 - 1] * 3), r"_extra_state of \d{20} bytes.*got 20:"),
+        (MAGIC + struct.pack("<iii", 3, 2, 4) + bytes(50), "_extra_state of 120 bytes.*got 70:"),
+        (MAGIC + struct.pack("<iii", 0, 0, 0) + bytes(7), "_extra_state of 20 bytes.*got 27:"),
     ],
 )
 @pytest.mark.parametrize("enabled", [True, False])
-def test_truncated_and_hostile_state_is_refused(raw: bytes, enabled: bool) -> None:
+def test_truncated_and_hostile_state_is_refused(raw: bytes, words: str, enabled: bool) -> None:
     with te.fp8_model_init(enabled=enabled):
         layer = te.Linear(32, 48, device="cpu", name="proj")
     state = layer.state_dict()
     state["_extra_state"] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    with pytest.raises((ValueError, RuntimeError), match=r"bytes of FP8 state.*layer proj"):
+    with pytest.raises((ValueError, RuntimeError), match=f"{words}.*layer proj"):
         layer.load_state_dict(state)

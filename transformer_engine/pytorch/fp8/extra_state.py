@@ -122,8 +122,9 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
     )
     if count not in lengths or not sound:
         raise ValueError(
-            f"[load_state_dict] expected nothing behind the FP8 state but scales of "
-            f"{len(weights)} weight(s), got {4 * count} bytes that are none (layer {layer})"
+            "[load_state_dict] expected _extra_state to end with its amax history, or with scales "
+            f"of {len(weights)} FP8 weight(s), got {4 * count} more bytes that are no such scales:"
+            f" it is damaged, or that of another layer (layer {layer})"
         )
 
 
@@ -178,16 +179,22 @@ def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torc
     counts = _HEADER.unpack(header) if len(header) == _HEADER.size else (-1, -1, -1)
     forward, backward, length = counts
     expected = _START + 4 * (1 + length) * (forward + backward)
-    if min(counts) >= 0 and counts.count(0) in (1, 2):
+    if min(counts) < 0:
         raise ValueError(
-            "[load_state_dict] expected forward scales, backward scales and an amax history of one "
-            f"step or more, or none of the three, got {forward}, {backward} and {length} (layer "
-            f"{layer})"
+            "[load_state_dict] expected _extra_state to say how many FP8 scales it has, got "
+            f"{raw.numel()} bytes that do not: it is cut off or damaged (layer {layer})"
         )
-    if min(counts) < 0 or raw.numel() < expected or (raw.numel() - expected) % 8:
+    if counts.count(0) in (1, 2):
         raise ValueError(
-            f"[load_state_dict] expected {expected} bytes of FP8 state, and 8 for each FP8 weight, "
-            f"got {raw.numel()} (layer {layer})"
+            "[load_state_dict] expected _extra_state with scales of the forward, scales of the "
+            "backward and an amax history of one step or more, or with none of the three, got "
+            f"{forward}, {backward} and {length}: it is damaged (layer {layer})"
+        )
+    if raw.numel() < expected or (raw.numel() - expected) % 8:
+        raise ValueError(
+            f"[load_state_dict] expected _extra_state of {expected} bytes, as its first bytes say, "
+            f"and 8 more for each FP8 weight, got {raw.numel()}: it is cut off or damaged (layer "
+            f"{layer})"
         )
     return counts, raw[_START:].clone().view(torch.float32)
 

@@ -141,6 +141,7 @@ def last_scope(module: ScaledModule) -> Scope | None:
 
 def _refuse_write(name: str, layer: str) -> NoReturn:
     raise TypeError(
-        f"[fp8_meta] expected to be read, got a write to {name!r}: autocast says the recipe and "
-        f"the group, load_state_dict brings scales (layer {layer})"
+        f"[fp8_meta] expected no assignment, because it only shows the FP8 state, got one to "
+        f"{name!r}: pass a recipe or group to autocast, and load scales with load_state_dict "
+        f"(layer {layer})"
     )
