@@ -26,7 +26,7 @@ from transformer_engine.pytorch.optimizers.arguments import (
 from transformer_engine.pytorch.optimizers.on_device import step_on_device
 from transformer_engine.pytorch.optimizers.parts import (
     Part,
-    check_gradient,
+    check_gradients,
     count_writes,
     fp32_value,
     initial_master,
@@ -243,8 +243,7 @@ class FusedAdam(torch.optim.Optimizer):
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        for part, gradient in zip(parts, gradients, strict=True):
-            check_gradient(part, gradient)
+        check_gradients(parts, gradients, self.use_decoupled_grad)
         states = [self._initialized(part) for part in parts]
         if not self._stored.narrow:
             gradients = [local_gradient(*one) for one in zip(parts, gradients, strict=True)]

@@ -65,14 +65,22 @@ def _is_slice(piece: QuantizedTensor) -> bool:
     return codes_around(piece) is not None or (piece.ndim == 1 and is_in_weight(piece))
 
 
-def check_gradient(part: Part, gradient: Any) -> None:
-    """Check a gradient, whose shape and dtype torch checks in `parameter.grad` only.
+def check_gradients(parts: Sequence[Part], gradients: Sequence[Any], decoupled: bool) -> None:
+    """Check gradients; torch has checked the shapes and dtypes of those that are not decoupled.
 
     Raises:
         TypeError: not a tensor; it or the parameter is not of floating point.
         RuntimeError: a sparse gradient.
         ValueError: another shape than that of the parameter, or of this rank's part of it.
     """
+    if decoupled or not all(
+        [x.layout is torch.strided and x.is_floating_point() for x in gradients]
+    ):
+        for part, gradient in zip(parts, gradients, strict=True):
+            _check_gradient(part, gradient)
+
+
+def _check_gradient(part: Part, gradient: Any) -> None:
     found = [part.parameter, gradient]
     if not all([isinstance(x, torch.Tensor) and x.is_floating_point() for x in found]):
         kinds = [getattr(x, "dtype", type(x).__name__) for x in found]
