@@ -43,7 +43,6 @@ void check(cudnnStatus_t status, const char* call) {
 
 // The cuDNN handle of `device`, which must be current; created once.
 cudnnHandle_t handle_of(int64_t device) {
-  constexpr size_t kMaxDevices = 64;
   static std::mutex mutex;
   static std::array<cudnnHandle_t, kMaxDevices> handles{};
   const std::scoped_lock lock(mutex);

@@ -22,7 +22,6 @@ const CublasLt& cublaslt() {
 }
 
 cublasLtHandle_t cublaslt_handle(Device device) {
-  constexpr size_t kMaxDevices = 64;
   static std::mutex mutex;
   static std::array<cublasLtHandle_t, kMaxDevices> handles{};
   const std::scoped_lock lock(mutex);

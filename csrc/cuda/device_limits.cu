@@ -5,7 +5,6 @@ namespace te::cuda {
 namespace {
 
 constexpr const char* kOp = "device limits";
-constexpr size_t kMaxDevices = 64;
 
 __global__ void nothing_kernel() { follow_previous_kernel(); }
 

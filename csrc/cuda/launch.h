@@ -49,7 +49,7 @@ class OncePerDevice {
   }
 
  private:
-  std::array<std::atomic<bool>, 64> done_{};
+  std::array<std::atomic<bool>, kMaxDevices> done_{};
 };
 
 // Lets launches of a kernel ask for all shared memory that the device has for a block.

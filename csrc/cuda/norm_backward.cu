@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 }
 
 // How many clusters the device holds, with one block on each multiprocessor. GPCs differ in size,
-// so there may be fewer than multiprocessors / cluster. The driver is asked once per kernel and
-// cluster size.
+// so there may be fewer than multiprocessors / cluster. The driver is asked once per kernel, device
+// and cluster size.
 template <class Kernel>
 int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int cluster,
                       std::array<std::atomic<int>, kMaxCluster + 1>& known) {
@@ -58,7 +58,7 @@ int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int clus
 template <class In, class Gradient, NormKind kKind, int kPacks>
 int64_t launch(const Problem& p, const Launch& how) {
   static OncePerDevice once;
-  static std::array<std::atomic<int>, kMaxCluster + 1> known{};
+  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kMaxDevices> known{};
   const auto kernel = backward_kernel<In, Gradient, kKind, kPacks>;
   once(how.device,
        [&] { allow_shared_memory(reinterpret_cast<const void*>(kernel), how.device, kOp); });
@@ -71,7 +71,8 @@ int64_t launch(const Problem& p, const Launch& how) {
   int64_t clusters = how.max_clusters;
   if (p.cluster > 1) {
     config.dynamicSmemBytes = static_cast<size_t>(norm_backward_room(device_limits(how.device)));
-    clusters = std::min<int64_t>(clusters, resident_clusters(kernel, config, p.cluster, known));
+    auto& of_device = known.at(static_cast<size_t>(how.device.index));
+    clusters = std::min<int64_t>(clusters, resident_clusters(kernel, config, p.cluster, of_device));
   }
   config.gridDim = dim3(static_cast<unsigned>(clusters * p.cluster));
   config.dynamicSmemBytes = how.shared_bytes;

@@ -275,8 +275,8 @@ __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads, kBlocksSharin
   }
 }
 
-// How many blocks of a kernel a multiprocessor holds. The driver is asked once per kernel and block
-// size.
+// How many blocks of a kernel a multiprocessor holds. The driver is asked once per kernel, device
+// and block size.
 template <class Kernel>
 int resident_blocks(Kernel* kernel, int threads, std::atomic<int>& known) {
   int blocks = known;
@@ -288,10 +288,12 @@ int resident_blocks(Kernel* kernel, int threads, std::atomic<int>& known) {
 
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
 void launch(const Problem& p, const NormRowsPolicy& policy, Device device, cudaStream_t stream) {
-  static std::array<std::atomic<int>, kMaxThreads / 32 + 1> known{};
+  static std::array<std::array<std::atomic<int>, kMaxThreads / 32 + 1>, kMaxDevices> known{};
   const auto kernel = forward_kernel<In, Gamma, Out, kKind, kPacks, kTracked>;
   const int threads = policy.threads * policy.rows;
-  const int resident = resident_blocks(kernel, threads, known[static_cast<size_t>(threads / 32)]);
+  auto& of_device = known.at(static_cast<size_t>(device.index));
+  const int resident =
+      resident_blocks(kernel, threads, of_device[static_cast<size_t>(threads / 32)]);
   const bool staying = p.tracked() || (policy.rows > 1 && kPacks > 1);
   const int64_t grid = norm_rows_grid(ceil_div(p.rows, policy.rows),
                                       int64_t{resident} * multiprocessors(device), staying);

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace te::cuda {
 
-inline constexpr int kMaxCluster = 8;  // what every device with clusters launches
+inline constexpr size_t kMaxDevices = 64;  // of one process
+inline constexpr int kMaxCluster = 8;      // what every device with clusters launches
 inline constexpr int kAdaCapability = 89, kHopperCapability = 90;  // 10 * major + minor
 
 // How many clusters of 1, 2, ... blocks a device holds at once; element 0 is not used.
