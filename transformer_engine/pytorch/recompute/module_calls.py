@@ -7,7 +7,7 @@ saves the same tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -51,8 +51,11 @@ def call_in_region(
         RuntimeError: the call is a recompute, and its first forward cannot be found.
     """
     plan, step = _plan_in_region(module, x, parameters, first_microbatch)
-    with _cached_weights(plan):
+    with _cached_weights(plan) if plan.caching else _nothing:
         return plan, call_chain(plan, step, x.contiguous(), *parameters)
+
+
+_nothing = nullcontext()
 
 
 @contextmanager
