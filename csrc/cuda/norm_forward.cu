@@ -294,7 +294,7 @@ void launch(const Problem& p, const NormRowsPolicy& policy, Device device, cudaS
   auto& of_device = known.at(static_cast<size_t>(device.index));
   const int resident =
       resident_blocks(kernel, threads, of_device[static_cast<size_t>(threads / 32)]);
-  const bool staying = p.tracked() || (policy.rows > 1 && kPacks > 1);
+  const bool staying = p.tracked() || policy.rows > 1;
   const int64_t grid = norm_rows_grid(ceil_div(p.rows, policy.rows),
                                       int64_t{resident} * multiprocessors(device), staying);
   const dim3 block(static_cast<unsigned>(policy.threads), static_cast<unsigned>(policy.rows));
