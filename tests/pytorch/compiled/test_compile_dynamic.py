@@ -1,5 +1,7 @@
 """Graphs with `dynamic=True`, in which attributes of recipes and modules may be symbols."""
 
+import copy
+
 import pytest
 import torch
 from rulers import assert_bitwise
@@ -28,13 +30,17 @@ def test_two_modules_of_attention(recipe: DelayedScaling | None, device: str) ->
     module = nn.Sequential(
         *[te.MultiheadAttention(32, 2, attention_dropout=0.0, device=device) for _ in range(2)]
     )
+    eager = copy.deepcopy(module)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (8, 16, 24):
         x = torch.randn(length, 2, 32, device=device, requires_grad=True)
-        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            y = compiled(x)
-        y.sum().backward()
-        assert y.isfinite().all() and x.grad.isfinite().all()
+        found = []
+        for one in (compiled, eager):
+            with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                y = one(x)
+            found.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+        for got, expected in zip(*found, strict=True):
+            assert (got - expected).norm() < 1e-2 * expected.norm()  # kernels may differ
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ def test_indices_and_maps(kind: torch.dtype, device: str) -> None:
     assert indices.data_ptr() == room.data_ptr()
     assert torch.equal(again, weights)
     assert torch.equal(torch.zeros_like(chosen).scatter(1, room.long(), True), chosen)
-    assert torch.autograd.grad(again.sum(), logits)[0].shape == logits.shape
+    upstream = torch.randn_like(weights)
+    grads = [torch.autograd.grad(one, logits, upstream)[0] for one in (again, weights)]
+    assert torch.equal(*grads) and grads[0].any()
     x = torch.randn(TOKENS, 4, device=device)
     rows = [
         moe_permute(x, m, 3 * TOKENS, map_type=t)[0] for m, t in ((chosen, "mask"), (room, "index"))
