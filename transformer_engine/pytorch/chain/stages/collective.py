@@ -368,4 +368,4 @@ def _row_wise(row: Any) -> Operands:
 
 
 def _like(bias: torch.Tensor | None, x: Any) -> torch.Tensor | None:
-    return None if bias is None else bias.to(x.dtype)
+    return None if bias is None else cast(bias, x.dtype)  # under torch.autocast
