@@ -199,6 +199,55 @@ def recomputed_mlps(rank: int) -> None:
             assert _equal(*found), (precision, sequence)
 
 
+def recomputed_calls_that_are_not_recorded(rank: int) -> None:
+    """A recompute saves what its first forward did, whether that ran from a recording or not."""
+    for sequence in (False, True):
+        for offset, autocast in ((0, True), (1, False), (1, True)):
+            found = []
+            for run in (te.checkpoint, torch.utils.checkpoint.checkpoint, lambda f, x, **_: f(x)):
+                layer, x = _mlp(sequence).float(), _input(sequence).detach().float()
+                memory = torch.empty(x.numel() + offset)[offset:]  # aligned to 16 bytes, or to 4
+                x = memory.view_as(x).copy_(x).requires_grad_()
+                for _ in range(2):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        y = run(layer, x, use_reentrant=False)
+                    y.backward(torch.ones_like(y) * 0.01)
+                found.append([y.detach(), x.grad, *_gradients(layer)])
+            assert _equal(found[0], found[2]) and _equal(found[1], found[2]), (offset, autocast)
+
+
+def recomputes_around_refused_recordings(rank: int) -> None:
+    """A recompute saves what its first forward did, also if a recording was refused in between."""
+    for precision in PRECISIONS[:3]:
+
+        def call(layer: Any, tokens: int, offset: int, recomputes: bool) -> torch.Tensor:
+            x = torch.ones(tokens * 64 + offset, dtype=torch.bfloat16)[offset:]
+            x = x.view(tokens, 64).requires_grad_()
+            with scope(precision):  # noqa: B023
+                return te.checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
+
+        layer = _mlp(False)
+        call(layer, 32, 1, recomputes=False)
+        call(layer, 32, 0, recomputes=True).sum().backward()
+        layer = _mlp(False)
+        first = call(layer, 32, 0, recomputes=True)
+        call(layer, 16, 1, recomputes=False)
+        second = call(layer, 32, 0, recomputes=True)
+        second.sum().backward()
+        first.sum().backward()
+
+
+def joined_with_a_bias_under_autocast(rank: int) -> None:
+    """Under `torch.autocast`, collectives that add a bias are recorded with their layer, too."""
+    for sequence in (False, True):
+        layer = _mlp(sequence).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(_input(sequence))
+        (plan,) = layer._plans.values()
+        ((segment,),) = plan.recordings.values()
+        assert segment.joined and segment.recorded is not None, segment.refused
+
+
 def stage_by_stage_and_recorded(rank: int) -> None:
     """Recorded runs and runs stage by stage give the same bits."""
     for precision in PRECISIONS:
@@ -324,6 +373,9 @@ OPTIONS = (
     weights_in_fp8,
     recomputed_layers,
     recomputed_mlps,
+    recomputed_calls_that_are_not_recorded,
+    recomputes_around_refused_recordings,
+    joined_with_a_bias_under_autocast,
     stage_by_stage_and_recorded,
     compiled_layers,
     copies,

@@ -33,6 +33,17 @@ from transformer_engine.pytorch.parallel.collectives import waited
 _MOST_SHAPES = 32  # recorded for one plan
 
 
+class Segments(list[Segment]):
+    """The segments of calls with inputs of one shape.
+
+    Attributes:
+        apart: the same steps, cut at the collectives; None until a call needs it. The recompute of
+            a call finds again the segments of its first forward, although `joins` has changed.
+    """
+
+    apart: Segments | None = None
+
+
 def forward(
     plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
 ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Sequence[Trace]]:
@@ -168,44 +179,46 @@ def _record_of(
     return record
 
 
-def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
+def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> Segments:
     """The segments of calls with such inputs; none if the chain runs stage by stage.
 
     A collective is a segment by itself, unless it is recorded with the stages around it.
     """
     recordings = plan.recordings
     if recordings is None:
-        return []
+        return Segments()
     first, values = inputs[0], inputs[: plan.chain.inputs]
     key: Any = tuple([x is None or x.shape for x in values])
     if plan.chain.takes_strides:
         key = (key, *[x is None or x.stride() for x in values])
     if plan.in_tf32:
         key = (key, "tf32")
-    found: list[Segment] | None = recordings.get(key)
+    found: Segments | None = recordings.get(key)
     if found is None:
         if plan.chain.communicates:
             check_agreement(plan, inputs)
         known = len(recordings) < _MOST_SHAPES
-        found = _segments(plan, known, first)
+        found = _segments(plan, known, first, joins=True)
         if known:
             recordings[key] = found
-    elif not plan.joins and any([segment.joined for segment in found]):
-        # Ranks may differ here: the order of their collectives does not depend on segments.
-        found = recordings[key] = _segments(plan, True, first)
-    return found
+    if plan.joins or not any([segment.joined for segment in found]):
+        return found
+    # Ranks may differ here: the order of their collectives does not depend on segments.
+    if found.apart is None:
+        found.apart = _segments(plan, True, first, joins=False)
+    return found.apart
 
 
-def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segment]:
+def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor, joins: bool) -> Segments:
     if not (recorded or plan.chain.communicates):
-        return []
-    steps, segments, large = _recordable_steps(plan), [], not is_host_bound(first)
+        return Segments()
+    steps, segments, large = _recordable_steps(plan), Segments(), not is_host_bound(first)
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
     # No cut before a GEMM that cannot be recorded: the stage before it makes operands in Python.
     cuts = {i for i in delayed if steps[i]}
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
-    if recorded and plan.joins and not delayed:
+    if recorded and joins and not delayed:
         stages = [plan.chain.steps[i].stage for i in collective]
         if all([stage.joins(first) for stage in stages]):
             collective = set()
@@ -222,7 +235,7 @@ def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segme
         segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible, large))
     if plan.chain.communicates or any([segment.recordable for segment in segments]):
         return segments
-    return []
+    return Segments()
 
 
 def _by_ranks(steps: Sequence[ChainStep], collective: Collection[int]) -> Iterator[int]:

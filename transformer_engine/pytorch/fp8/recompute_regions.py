@@ -46,12 +46,14 @@ class Call(NamedTuple):
         scales: under delayed scaling a copy of the scales, fp32 `[3 * gemms]`; else None.
         step: the autocast step that ends with the module's backward, or None.
         plan: the plan of the call; None in high precision, and for attention, which makes none.
+        joins: `CallPlan.joins` of the call.
     """
 
     scope: Scope
     scales: torch.Tensor | None = None
     step: Step | None = None
     plan: CallPlan | None = None
+    joins: bool = True
 
 
 def _any_active(calls: Iterable[Call]) -> bool:

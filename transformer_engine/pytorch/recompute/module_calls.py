@@ -103,7 +103,9 @@ def _plan_in_region(
         )
     if not call.scope.active:
         where.record_call(module, call)
-        return plan, None
+        result = plan.copy()
+        result.joins = call.joins
+        return result, None
     counts = plan.requires_grad or plan.in_first_forward
     step = recompute_step(where.recomputed, call, counts)
     recompute_plan = _recompute_plan(module, plan, call)
@@ -209,11 +211,11 @@ def _first_plan(
 ) -> tuple[CallPlan, Step | None]:
     """The plan of a first forward; the regions around it record the call."""
     if not scope.active:
-        where.record_call(module, Call(scope))
+        where.record_call(module, Call(scope, joins=plan.joins))
         return plan, None
     call = record_first_call(module, where, plan.requires_grad or plan.in_first_forward)
     result = plan.copy()
-    where.record_call(module, call._replace(plan=result))
+    where.record_call(module, call._replace(plan=result, joins=plan.joins))
     if where.separate_tensors:
         result.recordings = None
     return result, call.step if plan.requires_grad else None
@@ -242,7 +244,7 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
         _C.copy(call.scales, recompute.recompute_scales)
     result = recompute.copy()
     assert call.plan is not None
-    result.cached = call.plan.cached
+    result.cached, result.joins = call.plan.cached, call.joins
     if plan.requires_grad and call.plan.requires_grad:
         if call.plan.unrecorded is None:
             result.recordings = None
