@@ -103,9 +103,10 @@ def _plan_in_region(
         )
     if not call.scope.active:
         where.record_call(module, call)
-        result = plan.copy()
-        result.joins = call.joins
-        return result, None
+        if plan.joins is not call.joins:
+            plan = plan.copy()
+            plan.joins = call.joins
+        return plan, None
     counts = plan.requires_grad or plan.in_first_forward
     step = recompute_step(where.recomputed, call, counts)
     recompute_plan = _recompute_plan(module, plan, call)
