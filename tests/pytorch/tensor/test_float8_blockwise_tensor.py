@@ -60,6 +60,16 @@ def test_one_side_is_enough(device: str, dimensions: int) -> None:
 
 
 @both_dimensions
+def test_values_of_transposed_codes_are_contiguous(device: str, dimensions: int) -> None:
+    x, whole = make(device, dimensions, rowwise=False)
+    columns = whole._quantizer(x.view(150, 144))
+    plain = columns.dequantize()
+    assert plain.stride() == columns.stride() == (144, 1)
+    with pytest.warns(UserWarning, match="it is dequantised"):
+        assert_bitwise(columns.reshape(-1, 16), plain.reshape(-1, 16))
+
+
+@both_dimensions
 def test_operations_run_on_values(device: str, dimensions: int) -> None:
     _, q = make(device, dimensions)
     plain = q.dequantize()

@@ -149,7 +149,8 @@ class Float8BlockwiseQTensor(ShardableTensor):
         side = self.side(False) or self.side(True)
         assert side is not None
         found = dequantize(side.codes, side.format, side.scales, dtype)
-        return (found if self._rowwise_data is not None else found.t()).reshape(self.shape)
+        rows = found if self._rowwise_data is not None else found.t().contiguous()
+        return rows.view(self.shape)
 
     def quantized(self, plain: torch.Tensor) -> Parts:
         """The parts that the quantizer makes of other values of this shape."""
