@@ -26,6 +26,12 @@ MODULES = {
     "LayerNormMLP": lambda **kw: te.LayerNormMLP(32, 64, **kw),
     "Linear": lambda **kw: te.Linear(32, 144, **kw),
 }
+WRITES = {
+    "mul_": lambda weight, x: weight.mul_(0.5),
+    "copy_": lambda weight, x: weight.copy_(x),
+    "quantize_": lambda weight, x: weight.quantize_(x),
+    "foreach": lambda weight, x: torch._foreach_mul_([weight], 0.5),
+}
 kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
@@ -93,3 +99,32 @@ def test_inference_inside_one_graph(kind: type, device: str) -> None:
         expected = layer(x)
     with torch.no_grad():
         assert_bitwise(run(x), expected)
+
+
+@kinds
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_graph_reads_what_it_has_written(kind: type, write: str, grad: bool, device: str) -> None:
+    recipe = KINDS[kind] or RECIPES["current"]
+    with te.fp8_model_init(recipe=recipe):
+        eager = te.Linear(32, 32, device=device)
+    twin = copy.deepcopy(eager)
+
+    def run(layer: te.Linear, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            first = layer(x)
+            WRITES[write](layer.weight, x)
+        return first.square() + layer(x)
+
+    x = torch.randn(32, 32, device=device)
+    found = []
+    for layer, function in ((eager, run), (twin, torch.compile(run, backend="aot_eager"))):
+        leaf = x.clone().requires_grad_(grad)
+        with torch.set_grad_enabled(grad), te.fp8_autocast(fp8_recipe=recipe):
+            y = function(layer, leaf)
+        if grad:
+            y.sum().backward()
+        found.append((y.detach(), layer.weight.dequantize().detach(), leaf.grad, layer.weight.grad))
+    for ours, theirs in zip(*found, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(theirs, ours)

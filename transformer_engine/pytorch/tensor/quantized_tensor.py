@@ -363,7 +363,10 @@ def rowwise_of(x: QuantizedTensor) -> Fp8Matrix | None:
 
     This is not a method, because torch.compile takes methods of tensors for operators.
     """
-    codes, scales = [getattr(x, name) for name in type(x).part_names[:2]]
+    # Compiled code would take the codes of an input as another input of the graph, and so miss what
+    # the graph itself has written to them.
+    whole = x.detach() if torch.compiler.is_compiling() else x
+    codes, scales = [getattr(whole, name) for name in type(x).part_names[:2]]
     return None if codes is None else Fp8Matrix(codes, scales, x._format)
 
 
