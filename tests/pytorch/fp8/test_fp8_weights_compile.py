@@ -128,3 +128,16 @@ def test_a_graph_reads_what_it_has_written(kind: type, write: str, grad: bool, d
     for ours, theirs in zip(*found, strict=True):
         if ours is not None:
             torch.testing.assert_close(theirs, ours)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_pass_dequantize(kind: type, dtype: torch.dtype | None, device: str) -> None:
+    with te.fp8_model_init(recipe=KINDS[kind]):
+        weight = te.Linear(32, 32, device=device, params_dtype=torch.bfloat16).weight
+    function = torch.compile(
+        lambda w: w.dequantize(dtype=dtype).square().sum(), backend="aot_eager", fullgraph=True
+    )
+    function(weight).backward()
+    assert weight.grad.dtype is torch.bfloat16
+    assert_bitwise(weight.grad, 2 * weight.dequantize().detach())

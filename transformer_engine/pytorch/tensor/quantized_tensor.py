@@ -154,7 +154,7 @@ class QuantizedTensor(WithoutStorage):
 
         To autograd it is the identity.
         """
-        if self.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.requires_grad and torch.is_grad_enabled():
             return Dequantize.apply(self, dtype)
         return self.plain_values(dtype)
 
