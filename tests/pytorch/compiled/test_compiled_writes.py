@@ -37,6 +37,19 @@ def test_writes(name: str, device: str) -> None:
     assert_bitwise(ours.dequantize(), theirs.dequantize())
 
 
+@pytest.mark.parametrize("name", ["mul_", "copy_"])
+def test_slices_that_come_in_are_read_alone(name: str, device: str) -> None:
+    torch._dynamo.reset()
+    with te.fp8_model_init():
+        weight = te.Linear(32, 32, device=device).weight.detach()
+    before, x = weight.dequantize(), torch.full((16, 32), 100.0, device=device)
+    write = torch.compile(WRITES[name], backend="aot_eager", fullgraph=True)
+    write(weight[:16].clone(), x)  # this graph does not serve slices
+    with pytest.raises(RuntimeError, match="slice as an input of compiled code"):
+        write(weight[:16], x)
+    assert_bitwise(weight.dequantize(), before)
+
+
 @pytest.mark.parametrize("precision", [name for name in RECIPES if name != "high precision"])
 def test_steps_of_an_optimizer(precision: str, device: str) -> None:
     """The next forward and backward read the weights that the step has written."""

@@ -205,7 +205,8 @@ class QuantizedTensor(WithoutStorage):
         name = type(self).__name__
         if self._quantizer is None:
             raise RuntimeError(
-                f"[{name}] expected a quantizer to write with, got a tensor made without one"
+                f"[{name}] expected a quantizer to write with, got a tensor made without one, or a "
+                "slice as an input of compiled code: cut and write it in the same code"
             )
         if tensor.shape != self.shape:
             raise ValueError(
@@ -243,7 +244,9 @@ class QuantizedTensor(WithoutStorage):
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """The plain tensors inside, and the rest (for torch.compile)."""
         named = zip(self.part_names, self.parts, strict=True)
-        return [name for name, part in named if part is not None], self.facts
+        # Writes to a slice are refused: they would change the scale of codes that are not inside.
+        sliced = {} if codes_around(self) is None else {"quantizer": None}
+        return [name for name, part in named if part is not None], {**self.facts, **sliced}
 
     @classmethod
     def __tensor_unflatten__(
@@ -255,7 +258,8 @@ class QuantizedTensor(WithoutStorage):
     @classmethod
     def __metadata_guard__(cls, known: dict[str, Any], found: dict[str, Any]) -> bool:
         """Whether a graph compiled for one tensor serves another (quantizers differ by label)."""
-        return _same(known, found, but=("quantizer",))
+        written = [facts["quantizer"] is not None for facts in (known, found)]
+        return written[0] == written[1] and _same(known, found, but=("quantizer",))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
