@@ -179,14 +179,14 @@ def _record_of(
     return record
 
 
-def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> Segments:
+def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     """The segments of calls with such inputs; none if the chain runs stage by stage.
 
     A collective is a segment by itself, unless it is recorded with the stages around it.
     """
     recordings = plan.recordings
     if recordings is None:
-        return Segments()
+        return []  # Dynamo of torch 2.11 cannot trace a `Segments`
     first, values = inputs[0], inputs[: plan.chain.inputs]
     key: Any = tuple([x is None or x.shape for x in values])
     if plan.chain.takes_strides:
