@@ -187,10 +187,10 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     recordings = plan.recordings
     if recordings is None:
         return []  # Dynamo of torch 2.11 cannot trace a `Segments`
-    first, values = inputs[0], inputs[: plan.chain.inputs]
-    key: Any = tuple([x is None or x.shape for x in values])
+    first, count = inputs[0], plan.chain.inputs
+    key: Any = first.shape if count == 1 else tuple([x is None or x.shape for x in inputs[:count]])
     if plan.chain.takes_strides:
-        key = (key, *[x is None or x.stride() for x in values])
+        key = (key, *[x is None or x.stride() for x in inputs[:count]])
     if plan.in_tf32:
         key = (key, "tf32")
     found: Segments | None = recordings.get(key)
