@@ -107,6 +107,22 @@ def check_floating(op: str, /, **values: torch.Tensor) -> None:
             raise TypeError(f"[{op}] expected {name} of floating point, got {x.dtype}")
 
 
+def check_integers(op: str, /, **values: torch.Tensor) -> None:
+    """Raise TypeError unless every one of these arguments is a dense tensor of int32 or int64."""
+    check_tensors(op, **values)
+    for name, x in values.items():
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"[{op}] expected {name} of int32 or int64, got {x.dtype}")
+
+
+def as_tensor(op: str, wanted: str, values: Any) -> torch.Tensor:
+    """`torch.as_tensor(values)`; raise TypeError, with what is `wanted`, if torch refuses."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"[{op}] expected {wanted}, got {values!r}") from error
+
+
 def check_plain(op: str, layer: str | None = None, /, **values: torch.Tensor) -> None:
     """Raise TypeError for a tensor in FP8."""
     for name, x in values.items():

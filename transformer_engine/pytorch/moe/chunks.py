@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.module.inputs import can_read, check_tensors
+from transformer_engine.pytorch.module.inputs import as_tensor, can_read, check_tensors
 from transformer_engine.pytorch.moe.permutation import INTEGERS, check_rows
 
 __all__ = ["moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"]
@@ -109,17 +109,8 @@ def _chunk_order(
 
 
 def _integers(name: str, values: Any, device: torch.device) -> torch.Tensor:
-    try:
-        found = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_integers(name, values) from error
+    op, wanted = "moe_sort_chunks_by_index", f"{name} to be a tensor or a list of integers"
+    found = as_tensor(op, wanted, values)
     if found.numel() and found.dtype not in INTEGERS:  # torch makes fp32 of an empty list
-        raise _no_integers(name, values)
+        raise TypeError(f"[{op}] expected {wanted}, got {values!r}")
     return found.to(device, torch.int64)
-
-
-def _no_integers(name: str, values: Any) -> TypeError:
-    return TypeError(
-        f"[moe_sort_chunks_by_index] expected {name} to be a tensor or a list of integers, got"
-        f" {values!r}"
-    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import can_read, check_tensors
+from transformer_engine.pytorch.module.inputs import as_tensor, can_read, check_tensors
 from transformer_engine.pytorch.moe.permutation import moe_permute_with_probs, padded_places
 
 __all__ = ["moe_permute_and_pad_with_probs"]
@@ -59,12 +59,7 @@ def moe_permute_and_pad_with_probs(
     check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
     if tokens_per_expert is None:
         raise ValueError(f"[{op}] expected tokens_per_expert, got None")
-    try:
-        counts = torch.as_tensor(tokens_per_expert)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"[{op}] expected tokens_per_expert to be integers, got {tokens_per_expert!r}"
-        ) from error
+    counts = as_tensor(op, "tokens_per_expert to be integers", tokens_per_expert)
     if counts.shape != routing_map.shape[1:]:
         raise ValueError(
             f"[{op}] expected tokens_per_expert of shape {tuple(routing_map.shape[1:])}, one for "

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import (
     can_read,
     check_devices,
+    check_integers,
     check_plain,
     check_tensors,
 )
@@ -235,8 +236,8 @@ def _check_places(row_id_map: torch.Tensor, tokens: int, probs: torch.Tensor | N
 def _check_map(row_id_map: torch.Tensor, pad_offsets: torch.Tensor | None) -> None:
     """Raise TypeError unless these are integers, ValueError for a map of another form."""
     for name, x in (("row_id_map", row_id_map), ("pad_offsets", pad_offsets)):
-        if x is not None and x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"[moe_unpermute] expected {name} of int32 or int64, got {x.dtype}")
+        if x is not None:
+            check_integers("moe_unpermute", **{name: x})
     if row_id_map.ndim != 2 or row_id_map.shape[1] != 2:
         raise ValueError(
             "[moe_unpermute] expected row_id_map [rows, 2], as moe_permute returns it, got"

@@ -12,7 +12,7 @@ import torch
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import check_devices, check_tensors
+from transformer_engine.pytorch.module.inputs import check_devices, check_integers, check_tensors
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
@@ -236,9 +236,7 @@ def _check_experts(name: str, values: torch.Tensor, experts: int) -> None:
 
 
 def _check_indices(room: torch.Tensor, indices: torch.Tensor) -> None:
-    check_tensors("router", topk_indices=room)
-    if room.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"[router] expected topk_indices of int32 or int64, got {room.dtype}")
+    check_integers("router", topk_indices=room)
     if room.shape != indices.shape:
         raise ValueError(
             f"[router] expected topk_indices of shape {tuple(indices.shape)}, got"

@@ -14,7 +14,7 @@ import torch
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.arguments import check_sizes
-from transformer_engine.pytorch.module.inputs import can_read
+from transformer_engine.pytorch.module.inputs import as_tensor, can_read, check_integers
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 
@@ -197,16 +197,9 @@ def check_cache(caches: Mapping[int, Caches], layer_number: int) -> None:
 
 def as_indices(batch_indices: Any) -> torch.Tensor:
     """Indices of sequences as a tensor; raise TypeError unless they are integers."""
-    try:
-        index = torch.as_tensor(batch_indices)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"[InferenceParams] expected batch_indices of int32 or int64, got {batch_indices!r}"
-        ) from error
-    if index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"[InferenceParams] expected batch_indices of int32 or int64, got {index.dtype}"
-        )
+    op = "InferenceParams"
+    index = as_tensor(op, "batch_indices of int32 or int64", batch_indices)
+    check_integers(op, batch_indices=index)
     return index
 
 

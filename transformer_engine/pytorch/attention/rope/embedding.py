@@ -28,6 +28,7 @@ from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.inputs import (
     can_read,
     check_devices,
+    check_integers,
     check_rise,
     check_tensors,
     known_lengths,
@@ -267,11 +268,7 @@ def _check_integers(t: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is None:
             continue
-        check_tensors("apply_rotary_pos_emb", **{name: x})
-        if x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"[apply_rotary_pos_emb] expected {name} of int32 or int64, got {x.dtype}"
-            )
+        check_integers("apply_rotary_pos_emb", **{name: x})
         check_devices("apply_rotary_pos_emb", t=t, **{name: x})
 
 
