@@ -154,7 +154,10 @@ class TorchAdam:
 
 
 class OurAdam:
-    """Our FusedAdam with fp32 master weights, which clips, steps and rounds in one pass."""
+    """Our FusedAdam with fp32 master weights, which clips, steps and rounds in one pass.
+
+    Of master weights, only the bits that bf16 weights lack are stored.
+    """
 
     def __init__(self, model: nn.Module, way: OneGpu) -> None:
         self.weights, self.way = list(model.parameters()), way
@@ -163,6 +166,7 @@ class OurAdam:
             lr=LEARNING_RATE,
             betas=BETAS,
             master_weights=True,
+            store_param_remainders=True,
             capturable=True,
         )
 

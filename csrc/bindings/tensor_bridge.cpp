@@ -62,6 +62,7 @@ DType dtype_from_dlpack(dlpack::DataType t) {
         if (t.bits == 8) return DType::UInt8;
         break;
       case dlpack::kInt:
+        if (t.bits == 16) return DType::Int16;
         if (t.bits == 32) return DType::Int32;
         if (t.bits == 64) return DType::Int64;
         break;
@@ -72,8 +73,8 @@ DType dtype_from_dlpack(dlpack::DataType t) {
     }
   }
   fail(Kind::Type, kOp,
-       "expected float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, uint8, int32, "
-       "int64 or bool, got DLPack type code ",
+       "expected float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, uint8, int16, "
+       "int32, int64 or bool, got DLPack type code ",
        int{t.code}, " with ", int{t.bits}, " bits");
 }
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
+#include "core/float16.h"
 #include "core/hd.h"
 
 namespace te {
@@ -31,6 +33,27 @@ TE_HD AdamValue stepped(const AdamStep& s, AdamValue value, float gradient) {
   value.parameter -= s.step_size * value.mean / (sqrtf(value.square * s.square_scale) + s.epsilon);
   return value;
 }
+
+// An fp32 parameter in two halves: its bf16 weight, and the low 16 bits. The weight is the
+// parameter rounded to nearest, so if the low bits are 0x8000 or more (negative as int16), its bits
+// are one more than the upper bits of the parameter. A NaN has no low bits, with which the weight
+// might not be a NaN.
+struct ParameterHalves {
+  BFloat16 weight;
+  int16_t low;
+
+  TE_HD static ParameterHalves of(float parameter) {
+    const uint32_t bits = std::isnan(parameter) ? 0x7fc00000u : float_bits(parameter);
+    ParameterHalves halves;
+    halves.low = static_cast<int16_t>(static_cast<uint16_t>(bits));
+    halves.weight.bits = static_cast<uint16_t>((bits >> 16) + (halves.low < 0 ? 1 : 0));
+    return halves;
+  }
+  TE_HD float parameter() const {
+    const auto upper = static_cast<uint16_t>(weight.bits - (low < 0 ? 1 : 0));
+    return bits_float(static_cast<uint32_t>(upper) << 16 | static_cast<uint16_t>(low));
+  }
+};
 
 // The settings of the optimizer, which the host knows. The number of the step, the learning rate
 // and the factor of gradients are tensors, so on CUDA the kernel calls `at`.

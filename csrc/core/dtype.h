@@ -24,6 +24,7 @@ enum class DType : int32_t {
   Bool = 7,
   Int64 = 8,
   Float64 = 9,
+  Int16 = 10,
 };
 
 constexpr int64_t size_of(DType t) {
@@ -33,7 +34,8 @@ constexpr int64_t size_of(DType t) {
     case DType::Float8E4M3:
     case DType::Float8E5M2: return 1;
     case DType::Float16:
-    case DType::BFloat16: return 2;
+    case DType::BFloat16:
+    case DType::Int16: return 2;
     case DType::Int32:
     case DType::Float32: return 4;
     case DType::Int64:
@@ -54,6 +56,7 @@ constexpr const char* name_of(DType t) {
     case DType::Bool: return "bool";
     case DType::Int64: return "int64";
     case DType::Float64: return "float64";
+    case DType::Int16: return "int16";
   }
   return "unknown";
 }

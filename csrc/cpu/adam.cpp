@@ -3,6 +3,7 @@
 #include "ops/adam.h"
 
 #include <cmath>
+#include <type_traits>
 
 #include "core/adam.h"
 #include "core/parallel.h"
@@ -13,22 +14,48 @@ namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 14;
 
-template <class G>
+struct WholeParameters {
+  float* parameter;
+  explicit WholeParameters(const AdamTensors& t) : parameter(t.parameter.ptr<float>()) {}
+  float read(int64_t i) const { return parameter[i]; }
+  void write(int64_t i, float value) const { parameter[i] = value; }
+};
+
+struct HalvedParameters {
+  BFloat16* weight;
+  int16_t* low;
+  explicit HalvedParameters(const AdamTensors& t)
+      : weight(t.weight.ptr<BFloat16>()), low(t.parameter.ptr<int16_t>()) {}
+  float read(int64_t i) const { return ParameterHalves{weight[i], low[i]}.parameter(); }
+  void write(int64_t i, float value) const {
+    const ParameterHalves halves = ParameterHalves::of(value);
+    weight[i] = halves.weight;
+    low[i] = halves.low;
+  }
+};
+
+// P: float, or int16_t for low bits. M and S: what the means and squares are stored as.
+template <class G, class P, class M, class S>
 void step_tensor(const AdamTensors& t, const AdamStep& step) {
-  float *parameter = t.parameter.ptr<float>(), *mean = t.mean.ptr<float>(),
-        *square = t.square.ptr<float>();
+  using Parameters =
+      std::conditional_t<std::is_same_v<P, float>, WholeParameters, HalvedParameters>;
+  const Parameters parameters(t);
+  M* mean = t.mean.ptr<M>();
+  S* square = t.square.ptr<S>();
   const G* gradient = t.gradient.ptr<G>();
   parallel_for(t.parameter.numel(), kElementsPerThread, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const AdamValue now =
-          stepped(step, {parameter[i], mean[i], square[i]}, static_cast<float>(gradient[i]));
-      parameter[i] = now.parameter;
-      mean[i] = now.mean;
-      square[i] = now.square;
+      const AdamValue before{parameters.read(i), static_cast<float>(mean[i]),
+                             static_cast<float>(square[i])};
+      const AdamValue now = stepped(step, before, static_cast<float>(gradient[i]));
+      parameters.write(i, now.parameter);
+      mean[i] = M(now.mean);
+      square[i] = S(now.square);
     }
   });
 }
 
+// Rounds whole parameters to weights.
 void round_tensor(const AdamTensors& t) {
   const float* parameter = t.parameter.ptr<float>();
   dispatch_high_precision(t.weight.dtype, "adam", [&](auto tag) {
@@ -60,10 +87,14 @@ void adam(const AdamArgs& args) {
   const bool skips = args.found_inf && *args.found_inf.ptr<float>() != 0.0f;
   for (const AdamTensors& tensors : args.tensors) {
     if (!skips) {
-      dispatch_high_precision(tensors.gradient.dtype, "adam", [&](auto tag) {
-        step_tensor<typename decltype(tag)::type>(tensors, step);
+      dispatch_high_precision(tensors.gradient.dtype, "adam", [&](auto gradient) {
+        dispatch_states(tensors, [&](auto parameter, auto mean, auto square) {
+          step_tensor<typename decltype(gradient)::type, typename decltype(parameter)::type,
+                      typename decltype(mean)::type, typename decltype(square)::type>(tensors,
+                                                                                      step);
+        });
       });
-      if (tensors.weight) round_tensor(tensors);
+      if (tensors.weight && tensors.parameter.dtype == DType::Float32) round_tensor(tensors);
     }
     if (tensors.amax) raise_amax(tensors);
   }

@@ -17,7 +17,7 @@ constexpr int kRounds = 4;    // accesses of a thread
 constexpr int64_t kBlock = int64_t{kThreads} * kElements * kRounds;  // elements of a block
 
 struct Pointers {
-  float *parameter, *mean, *square;
+  void *parameter, *mean, *square;
   const void* gradient;
   void* weight;
   float* amax;
@@ -31,27 +31,85 @@ struct Batch {
 };
 static_assert(sizeof(Batch) <= 4096);
 
+// The types of gradients, of moments, and of weights: void for none.
+template <class GradientType, class MeanType, class SquareType, class WeightType>
+struct Types {
+  using Gradient = GradientType;
+  using Mean = MeanType;
+  using Square = SquareType;
+  using Weight = WeightType;
+};
+
+// fp32 parameters, which are rounded to weights if there are any.
+template <class Weight, int V>
+struct WholeParameters {
+  Pack<float, V> pack;
+
+  __device__ __forceinline__ WholeParameters(const Pointers& t, int64_t at)
+      : pack(load_pack<float, V>(static_cast<const float*>(t.parameter) + at)) {}
+  __device__ __forceinline__ float operator[](int k) const { return pack.at[k]; }
+  __device__ __forceinline__ static void store(const Pointers& t, int64_t at,
+                                               const float (&values)[V]) {
+    store_pack(static_cast<float*>(t.parameter) + at, narrow<float, V>(values));
+    if constexpr (!std::is_void_v<Weight>)
+      store_pack(static_cast<Weight*>(t.weight) + at, narrow<Weight, V>(values));
+  }
+};
+
+// Parameters whose low bits are stored beside bf16 weights.
+template <int V>
+struct HalvedParameters {
+  Pack<BFloat16, V> weight;
+  Pack<int16_t, V> low;
+
+  __device__ __forceinline__ HalvedParameters(const Pointers& t, int64_t at)
+      : weight(load_pack<BFloat16, V>(static_cast<const BFloat16*>(t.weight) + at)),
+        low(load_pack<int16_t, V>(static_cast<const int16_t*>(t.parameter) + at)) {}
+  __device__ __forceinline__ float operator[](int k) const {
+    return ParameterHalves{weight.at[k], low.at[k]}.parameter();
+  }
+  __device__ __forceinline__ static void store(const Pointers& t, int64_t at,
+                                               const float (&values)[V]) {
+    Pack<BFloat16, V> weight;
+    Pack<int16_t, V> low;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const ParameterHalves halves = ParameterHalves::of(values[k]);
+      weight.at[k] = halves.weight;
+      low.at[k] = halves.low;
+    }
+    store_pack(static_cast<BFloat16*>(t.weight) + at, weight);
+    store_pack(static_cast<int16_t*>(t.parameter) + at, low);
+  }
+};
+
+template <class P, class Weight, int V>
+using Parameters =
+    std::conditional_t<std::is_same_v<P, float>, WholeParameters<Weight, V>, HalvedParameters<V>>;
+
 // Updates V elements. Returns the largest magnitude of their new parameters.
-template <class G, class W, int V>
+template <class T, class P, int V>
 __device__ __forceinline__ float step_values(const Pointers& t, const AdamStep& step, int64_t at) {
+  using Gradient = typename T::Gradient;
+  using Mean = typename T::Mean;
+  using Square = typename T::Square;
+  using Stored = Parameters<P, typename T::Weight, V>;
   float parameter[V], mean[V], square[V], gradient[V], largest = 0.0f;
-  widen(load_pack<float, V>(t.parameter + at), parameter);
-  widen(load_pack<float, V>(t.mean + at), mean);
-  widen(load_pack<float, V>(t.square + at), square);
-  widen(load_pack<G, V>(static_cast<const G*>(t.gradient) + at), gradient);
+  const Stored stored(t, at);
+  widen(load_pack<Mean, V>(static_cast<const Mean*>(t.mean) + at), mean);
+  widen(load_pack<Square, V>(static_cast<const Square*>(t.square) + at), square);
+  widen(load_pack<Gradient, V>(static_cast<const Gradient*>(t.gradient) + at), gradient);
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    const AdamValue now = stepped(step, {parameter[k], mean[k], square[k]}, gradient[k]);
+    const AdamValue now = stepped(step, {stored[k], mean[k], square[k]}, gradient[k]);
     parameter[k] = now.parameter;
     mean[k] = now.mean;
     square[k] = now.square;
     largest = fmaxf(largest, fabsf(now.parameter));
   }
-  store_pack(t.parameter + at, narrow<float, V>(parameter));
-  store_pack(t.mean + at, narrow<float, V>(mean));
-  store_pack(t.square + at, narrow<float, V>(square));
-  if constexpr (!std::is_void_v<W>)
-    store_pack(static_cast<W*>(t.weight) + at, narrow<W, V>(parameter));
+  Stored::store(t, at, parameter);
+  store_pack(static_cast<Mean*>(t.mean) + at, narrow<Mean, V>(mean));
+  store_pack(static_cast<Square*>(t.square) + at, narrow<Square, V>(square));
   return largest;
 }
 
@@ -62,7 +120,7 @@ __device__ __forceinline__ bool is_aligned_to_packs(const Pointers& t) {
   return all % 16 == 0;
 }
 
-template <class G, class W, bool kAmax>
+template <class T, class P, bool kAmax>
 __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ Batch batch) {
   follow_previous_kernel();
   const int index = batch.tensors.tensor_of(blockIdx.x);
@@ -75,13 +133,13 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
   if (batch.found_inf != nullptr && *batch.found_inf != 0.0f) {
     if constexpr (kAmax)
       for (int64_t at = begin + threadIdx.x; at < end; at += kThreads)
-        largest = fmaxf(largest, fabsf(t.parameter[at]));
+        largest = fmaxf(largest, fabsf(static_cast<const float*>(t.parameter)[at]));
   } else if (is_aligned_to_packs(t) && t.count % kElements == 0) {
     for (int64_t at = begin + threadIdx.x * kElements; at < end; at += kThreads * kElements)
-      largest = fmaxf(largest, step_values<G, W, kElements>(t, step, at));
+      largest = fmaxf(largest, step_values<T, P, kElements>(t, step, at));
   } else {
     for (int64_t at = begin + threadIdx.x; at < end; at += kThreads)
-      largest = fmaxf(largest, step_values<G, W, 1>(t, step, at));
+      largest = fmaxf(largest, step_values<T, P, 1>(t, step, at));
   }
   if constexpr (kAmax) {
     __shared__ BlockAmax<kThreads / 32> of_block;
@@ -92,19 +150,29 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
 }
 
 Pointers pointers_of(const AdamTensors& t) {
-  return {t.parameter.ptr<float>(), t.mean.ptr<float>(), t.square.ptr<float>(),
-          t.gradient.data,          t.weight.data,       t.amax.ptr<float>(),
-          t.parameter.numel()};
+  return {t.parameter.data, t.mean.data,         t.square.data,      t.gradient.data,
+          t.weight.data,    t.amax.ptr<float>(), t.parameter.numel()};
 }
 
-// Calls f(Tag of the gradients, Tag of the weights, whether there are amaxes), void for no weights.
+// Calls f(Tag of `Types`, Tag of the parameter, whether there are amaxes).
 template <class F>
 void dispatch(const AdamTensors& like, F&& f) {
   dispatch_high_precision(like.gradient.dtype, "adam", [&](auto gradient) {
-    if (like.amax) return f(gradient, Tag<void>{}, std::true_type{});
-    if (!like.weight) return f(gradient, Tag<void>{}, std::false_type{});
-    dispatch_high_precision(like.weight.dtype, "adam",
-                            [&](auto weight) { f(gradient, weight, std::false_type{}); });
+    dispatch_states(like, [&](auto parameter, auto mean, auto square) {
+      const auto call = [&](auto weight, auto amax) {
+        f(Tag<Types<typename decltype(gradient)::type, typename decltype(mean)::type,
+                    typename decltype(square)::type, typename decltype(weight)::type>>{},
+          parameter, amax);
+      };
+      if constexpr (std::is_same_v<typename decltype(parameter)::type, int16_t>) {
+        call(Tag<BFloat16>{}, std::false_type{});
+      } else {
+        if (like.amax) return call(Tag<void>{}, std::true_type{});
+        if (!like.weight) return call(Tag<void>{}, std::false_type{});
+        dispatch_high_precision(like.weight.dtype, "adam",
+                                [&](auto weight) { call(weight, std::false_type{}); });
+      }
+    });
   });
 }
 
@@ -121,10 +189,10 @@ void adam(const AdamArgs& args, Stream stream) {
   batch.found_inf = args.found_inf.ptr<float>();
   const auto launch = [&] {
     if (batch.tensors.blocks == 0) return;
-    dispatch(first, [&](auto gradient, auto weight, auto amax) {
-      using G = typename decltype(gradient)::type;
-      using W = typename decltype(weight)::type;
-      launch_dependent(adam_kernel<G, W, amax()>, batch.tensors.blocks, kThreads, 0,
+    dispatch(first, [&](auto types, auto parameter, auto amax) {
+      using T = typename decltype(types)::type;
+      using P = typename decltype(parameter)::type;
+      launch_dependent(adam_kernel<T, P, amax()>, batch.tensors.blocks, kThreads, 0,
                        stream_of(stream), batch);
     });
     batch.tensors.clear();

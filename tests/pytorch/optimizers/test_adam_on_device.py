@@ -257,6 +257,13 @@ def test_lists_that_do_not_fit():
         adam(AdamTensors(x, [torch.ones(3)], x, x, []), one, one, None, rules)
     with pytest.raises(TypeError, match=r"^\[adam\] expected float32 for the parameter"):
         adam(AdamTensors([torch.ones(4).half()], x, x, x, []), one, one, None, rules)
+    with pytest.raises(TypeError, match=r"^\[adam\] expected float32 for the mean of squares"):
+        adam(AdamTensors(x, x, [torch.ones(4).half()], x, []), one, one, None, rules)
+    low = [torch.ones(4, dtype=torch.int16)]
+    for weights, got in (([], "none"), ([x[0].half()], "float16")):
+        message = rf"^\[adam\] expected bfloat16 weights beside the low bits .*, got {got}$"
+        with pytest.raises(ValueError, match=message):
+            adam(AdamTensors(low, x, x, x, weights), one, one, None, rules)
     with pytest.raises(ValueError, match=r"^\[adam\] expected weights or amaxes .* got both"):
         adam(AdamTensors(x, x, x, x, [x[0].half()], [one]), one, one, None, rules)
     with pytest.raises(ValueError, match=r"^\[adam\] expected lists of one length"):
@@ -285,13 +292,13 @@ def test_steps_are_counted_in_fp32(capturable, device, default_dtype):
 
 
 @pytest.mark.gpu
-def test_captured_steps_are_eager_steps():
+@pytest.mark.parametrize("remainders", [False, True])
+def test_captured_steps_are_eager_steps(remainders):
     """The learning rate and the factor of the gradients change between replays."""
     ours, theirs = (parameters("cuda", torch.bfloat16) for _ in range(2))
     rate = torch.tensor(0.1, device="cuda")
-    optimizers = [
-        FusedAdam(own, lr=rate, master_weights=True, capturable=True) for own in (ours, theirs)
-    ]
+    settings = {"lr": rate, "master_weights": True, "store_param_remainders": remainders}
+    optimizers = [FusedAdam(own, capturable=True, **settings) for own in (ours, theirs)]
     for optimizer, own in zip(optimizers, (ours, theirs), strict=True):
         train(optimizer, own, steps=1)
     graph = torch.cuda.CUDAGraph()
@@ -321,7 +328,15 @@ def test_groups_without_parameters_count_their_steps(device):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-def test_memory_of_the_kernel():
+@pytest.mark.parametrize("remainders", [False, True])
+def test_memory_of_the_kernel(remainders):
     own = parameters("cuda", torch.bfloat16)
-    optimizer = FusedAdam(own, master_weights=True, capturable=True)
+    moments = torch.bfloat16 if remainders else torch.float32
+    optimizer = FusedAdam(
+        own,
+        master_weights=True,
+        capturable=True,
+        store_param_remainders=remainders,
+        exp_avg_dtype=moments,
+    )
     train(optimizer, own, steps=2)

@@ -190,9 +190,9 @@ def test_sgd_is_that_of_torch(device):
             "master_weight_dtype in .torch.float32, torch.float16., got torch.bfloat16",
         ),
         (
-            lambda p: FusedAdam(p, exp_avg_sq_dtype=torch.bfloat16, capturable=True),
+            lambda p: FusedAdam(p, exp_avg_sq_dtype=torch.float16, capturable=True),
             NotImplementedError,
-            "torch.float32 with capturable=True, got others of exp_avg_sq",
+            "torch.bfloat16 with capturable=True, got torch.float16 for exp_avg_sq",
         ),
         (lambda p: FusedAdam(p, set_grad_none=False), NotImplementedError, "set_grad_none=True"),
         (lambda p: FusedAdam(p, lr=-1.0), ValueError, "lr, eps and weight_decay of 0 or more"),

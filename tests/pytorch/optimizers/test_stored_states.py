@@ -11,7 +11,8 @@ from torch import nn
 from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam
 from transformer_engine.pytorch.optimizers.stored_states import joined_master, split_master
 
-SHAPES = ((5, 3), (4,), (2, 2, 2))
+SHAPES = ((5, 3), (4,), (2, 2, 2), (4099,), (16, 1024))
+DTYPES = {"b": torch.bfloat16, "h": torch.float16, "u": torch.uint8, "f": torch.float32}
 
 
 def parameters(device, dtype=torch.float32) -> list[nn.Parameter]:
@@ -28,7 +29,7 @@ def step(optimizer, members, number: int) -> None:
 
 def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The value of a state after it was stored, by definition."""
-    if dtype is torch.bfloat16:
+    if dtype in (torch.float32, torch.bfloat16):
         return value.to(dtype).float()
     kind = torch.float8_e4m3fn if dtype is torch.uint8 else dtype
     largest = 448.0 if dtype is torch.uint8 else 65504.0 / 2
@@ -36,20 +37,26 @@ def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (value / scale).to(kind).float() * scale
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
-@pytest.mark.parametrize("few", [False, True])
-def test_steps_are_those_of_rounded_states(device, monkeypatch, dtype, few) -> None:
+@pytest.mark.parametrize(
+    ("dtypes", "capturable", "few"),
+    [
+        *((dtypes, False, few) for dtypes in ("bb", "hh", "uu") for few in (False, True)),
+        *((dtypes, True, False) for dtypes in ("bb", "bf", "fb")),
+    ],
+)
+def test_steps_are_those_of_rounded_states(device, monkeypatch, dtypes, capturable, few) -> None:
     if few:  # the states of one parameter are converted at a time
         monkeypatch.setattr(fused_adam, "_MOST_VALUES", 1)
     own, theirs = parameters(device), parameters(device)
-    ours = FusedAdam(own, lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
-    plain = FusedAdam(theirs, lr=0.1)
+    stored = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), map(DTYPES.get, dtypes), strict=True))
+    ours = FusedAdam(own, lr=0.1, capturable=capturable, **stored)
+    plain = FusedAdam(theirs, lr=0.1, capturable=capturable)
     for number in range(4):
         step(ours, own, number)
         step(plain, theirs, number)
         for p, other in zip(own, theirs, strict=True):
             assert_bitwise(p.detach(), other.detach())
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name, dtype in zip(("exp_avg", "exp_avg_sq"), stored.values(), strict=True):
                 assert ours.state[p][name].dtype is dtype
                 value = plain.state[other][name]
                 value.copy_(rounded(value, dtype))
@@ -80,10 +87,12 @@ def test_a_master_is_its_parameter_and_the_rest(device) -> None:
     assert torch.equal((value.double() - parameter.double()).abs(), nearest)
 
 
-def test_remainders_are_masters_in_fp32(device) -> None:
+@pytest.mark.parametrize("capturable", [False, True])
+def test_remainders_are_masters_in_fp32(device, capturable) -> None:
     own, theirs = (parameters(device, torch.bfloat16) for _ in range(2))
-    ours = FusedAdam(own, lr=1e-3, master_weights=True, store_param_remainders=True)
-    plain = FusedAdam(theirs, lr=1e-3, master_weights=True)
+    settings = {"lr": 1e-3, "master_weights": True, "capturable": capturable}
+    ours = FusedAdam(own, store_param_remainders=True, **settings)
+    plain = FusedAdam(theirs, **settings)
     for number in range(20):
         step(ours, own, number)
         step(plain, theirs, number)
@@ -172,3 +181,38 @@ def test_hooks_of_load_state_dict(device) -> None:
         assert_bitwise(value, torch.full(member.shape, 0.1))
         assert_bitwise(optimizer.state[member]["exp_avg"], value)
     assert optimizer.param_groups[0]["step"] == 1
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_weights_of_masters_that_are_not_numbers(device, capturable) -> None:
+    """NaN has many bit patterns, some of which would round up to -0."""
+    (weight,) = [nn.Parameter(torch.ones(4, device=device, dtype=torch.bfloat16))]
+    optimizer = FusedAdam(
+        [weight], master_weights=True, store_param_remainders=True, capturable=capturable
+    )
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F7FFFFF, 0], dtype=torch.int32)
+    optimizer.set_scaled_state(weight, "master_param", bits.view(torch.float32).to(device))
+    for number in range(3):
+        master = optimizer.get_unscaled_state(weight, "master_param")
+        assert master.isnan().tolist() == weight.isnan().tolist() == [True, True, False, False]
+        assert master.isfinite()[2] and weight.isinf()[2]  # rounded up
+        step(optimizer, [weight], number)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_remainders_of_parameters_with_other_strides(device, capturable) -> None:
+    """Such a parameter gets a whole master weight, also where its strides change later."""
+    convolution = nn.Conv2d(3, 4, 2, bias=False, device=device, dtype=torch.bfloat16)
+    theirs = copy.deepcopy(convolution)
+    settings = {"lr": 1e-3, "master_weights": True, "capturable": capturable}
+    ours = FusedAdam(convolution.parameters(), store_param_remainders=True, **settings)
+    plain = FusedAdam(theirs.parameters(), **settings)
+    for number in range(4):
+        step(ours, list(convolution.parameters()), number)
+        step(plain, list(theirs.parameters()), number)
+        if number == 1:
+            convolution.to(memory_format=torch.channels_last)
+        master = ours.get_unscaled_state(convolution.weight, "master_param")
+        assert_bitwise(master, plain.state[theirs.weight]["master_param"])
+        torch.testing.assert_close(convolution.weight, theirs.weight, rtol=2**-8, atol=0.0)
+    assert ours.state[convolution.weight]["master_param"].dtype is torch.float32

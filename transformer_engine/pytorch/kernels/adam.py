@@ -27,12 +27,15 @@ class AdamRules(NamedTuple):
 class AdamTensors(NamedTuple):
     """Lists of equal length of contiguous tensors, which have the shapes of the parameters.
 
+    All tensors of a list have one dtype.
+
     Attributes:
-        parameters: fp32.
-        means: fp32, the running means of gradients.
-        squares: fp32, the running means of squared gradients.
-        gradients: fp32, fp16 or bf16, all of one dtype.
-        weights: fp16 or bf16, all of one dtype: set to the new parameters, rounded; may be empty.
+        parameters: fp32, or int16 for the low bits of parameters (`stored_states.py`), whose high
+            bits are the `weights`, in bf16.
+        means: fp32 or bf16, the running means of gradients.
+        squares: fp32 or bf16, the running means of squared gradients.
+        gradients: fp32, fp16 or bf16.
+        weights: fp16 or bf16: set to the new parameters, rounded; may be empty.
         amaxes: fp32 `[1]`, raised to the largest magnitude of each parameter; may be empty, and is
             empty if there are `weights`.
     """

@@ -28,9 +28,9 @@ from transformer_engine.pytorch.optimizers.parts import (
     Part,
     check_gradients,
     count_writes,
-    fp32_value,
     initial_master,
     local_gradient,
+    master_of,
     part_of,
     state_with,
     write_quantized,
@@ -63,7 +63,7 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
         capturable: count steps on the device, so that a step can be captured in a CUDA graph, after
             one step before the capture. Replays read the learning rate if it is a tensor. One
-            kernel reads and writes each value once, whatever the dtype.
+            kernel reads and writes each value once; states are in fp32 or bf16, or remainders.
         master_weights: keep an fp32 copy of each parameter that is not in fp32, as `master_param`
             of its state. FP8 parameters need it; their copy starts with
             `get_high_precision_init_val()` if there is one.
@@ -245,7 +245,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         check_gradients(parts, gradients, self.use_decoupled_grad)
         states = [self._initialized(part) for part in parts]
-        if not self._stored.narrow:
+        if self.capturable or not self._stored.narrow:
             gradients = [local_gradient(*one) for one in zip(parts, gradients, strict=True)]
         device = parts[0].local.device
         factor, found_inf = (x if x is None else x.to(device) for x in (factor, found_inf))
@@ -267,7 +267,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self._stored.narrow:
             return [self._stored.value(state, part.parameter, name) for part, state in pairs]
         if name == STATES[2]:
-            return [fp32_value(part, state) for part, state in pairs]
+            return [master_of(part, state) for part, state in pairs]
         return [local_part(state[name]) for state in states]
 
     def _step_portion(
@@ -340,6 +340,7 @@ class FusedAdam(torch.optim.Optimizer):
         for name in STATES:
             if name in state:
                 state[name] = state[name].contiguous()
+        self._stored.join_unless_split(state, parameter)
         return state
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
-from transformer_engine.pytorch.optimizers.parts import Part, fp32_value, write_plain
+from transformer_engine.pytorch.optimizers.parts import Part, master_of, write_plain
 from transformer_engine.pytorch.parallel.dtensors import local_part
 from transformer_engine.pytorch.tensor.writing import takes_amax
 
@@ -49,30 +49,35 @@ def step_on_device(
             infinitely many steps were taken, for which the correction is 1.
 
     Returns:
-        The new value of each part in fp32; and fp32 `[1]`, the amax of the value for parts whose
-        FP8 scale depends on it, else None. Parts in FP8 are not written.
+        The new master weight of each part as it is stored; and fp32 `[1]`, the amax of the value
+        for parts whose FP8 scale depends on it, else None. Parts in FP8 are not written.
     """
-    values = [fp32_value(*one) for one in zip(parts, states, strict=True)]
+    values = [master_of(*one) for one in zip(parts, states, strict=True)]
+    means, squares = (
+        [local_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")
+    )
+    device = values[0].device
     scaled = [part.piece is not None and takes_amax(part.piece) for part in parts]
-    zeros = iter(values[0].new_zeros(sum(scaled)).split(1))
+    zeros = iter(torch.zeros(sum(scaled), dtype=torch.float32, device=device).split(1))
     amaxes = [next(zeros) if is_scaled else None for is_scaled in scaled]
-    kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[int]] = {}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, (_, local, piece) in enumerate(parts):
         dtype = local.dtype
         rounded = piece is None and dtype is not torch.float32 and local.is_contiguous()
-        kind = (gradients[i].dtype, dtype if rounded else None, scaled[i])
+        stored = (values[i].dtype, means[i].dtype, squares[i].dtype)
+        kind = (dtype if rounded else None, gradients[i].dtype, *stored, scaled[i])
         kinds.setdefault(kind, []).append(i)
     beta1, beta2 = group["betas"]
     rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
-    rate = device_count(group["lr"], values[0].device)
+    rate = device_count(group["lr"], device)
     steps = group["step"] if corrects else torch.full_like(group["step"], math.inf)
     factor = None if factor is None else factor.reshape(1)
     found_inf = None if found_inf is None else found_inf.reshape(1)
-    for (_, weight_dtype, _), members in kinds.items():
+    for (weight_dtype, *_), members in kinds.items():
         tensors = AdamTensors(
             [values[i] for i in members],
-            [local_part(states[i]["exp_avg"]) for i in members],
-            [local_part(states[i]["exp_avg_sq"]) for i in members],
+            [means[i] for i in members],
+            [squares[i] for i in members],
             [gradients[i].contiguous() for i in members],
             [] if weight_dtype is None else [parts[i].local for i in members],
             [amax for i in members if (amax := amaxes[i]) is not None],

@@ -107,8 +107,8 @@ def local_gradient(part: Part, gradient: Any) -> torch.Tensor:
     return local_part(gradient)
 
 
-def fp32_value(part: Part, state: Mapping[str, Any]) -> torch.Tensor:
-    """The fp32 master weight of a part; if the state has none, the part itself in fp32."""
+def master_of(part: Part, state: Mapping[str, Any]) -> torch.Tensor:
+    """The master weight of a part as it is stored; if the state has none, the part in fp32."""
     master = state.get("master_param")
     return part.local.float().contiguous() if master is None else local_part(master)
 

@@ -8,7 +8,7 @@
 
 A bf16 parameter is the master weight, rounded to nearest. If the low bits are 0x8000 or more, which
 is negative as int16, the master weight was rounded up: then the bits of the parameter are one more
-than the high bits of the master weight.
+than the high bits of the master weight. The master weight of a NaN is the parameter alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoredStates:
 
         Raises:
             ValueError: dtypes that states cannot have.
-            NotImplementedError: fewer bits than fp32 with `capturable`.
+            NotImplementedError: dtypes with a scale for each tensor, with `capturable`.
         """
         for name, dtype in self.dtypes.items():
             known = _OF_MASTERS if name == _MASTER else _OF_MOMENTS
@@ -63,16 +63,24 @@ class StoredStates:
                 argument = "master_weight_dtype" if name == _MASTER else f"{name}_dtype"
                 listed = ", ".join(map(str, known))
                 raise ValueError(f"[FusedAdam] expected {argument} in {{{listed}}}, got {dtype}")
-        if capturable and self.narrow:
+        scaled = [f"{dtype} for {name}" for name, dtype in self.dtypes.items() if dtype in _LARGEST]
+        if capturable and scaled:
             raise NotImplementedError(
-                "[FusedAdam] expected whole states of torch.float32 with capturable=True, got"
-                f" others of {', '.join(self.narrow)}"
+                "[FusedAdam] expected states of torch.float32 or torch.bfloat16 with"
+                f" capturable=True, got {', '.join(scaled)}"
             )
 
     def is_split(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter holds the high bits of its master weight."""
         plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-        return self.remainders and plain and parameter.dtype is torch.bfloat16
+        bf16 = parameter.dtype is torch.bfloat16
+        return self.remainders and plain and bf16 and parameter.is_contiguous()
+
+    def join_unless_split(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Store the whole master weight of a parameter that can no longer hold the high bits."""
+        low = state.get(_MASTER)
+        if low is not None and low.dtype is torch.int16 and not self.is_split(parameter):
+            state[_MASTER] = joined_master(parameter.detach(), low)
 
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 value of a state; without a master weight, the value of the parameter.
@@ -139,7 +147,7 @@ def _encoded(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 def split_master(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split an fp32 master weight into the bf16 parameter and the low bits as int16."""
-    bits = value.contiguous().view(torch.int32)
+    bits = value.masked_fill(value.isnan(), torch.nan).contiguous().view(torch.int32)
     low = bits.to(torch.int16)
     high = (bits >> 16) + (low < 0)
     return high.to(torch.int16).view(torch.bfloat16), low
