@@ -16,10 +16,8 @@ void adam_step(const Views& parameters, const Views& means, const Views& squares
                const TensorView& step, const TensorView& rate, const TensorView& factor,
                const TensorView& found_inf, const Rules& rules) {
   const size_t count = parameters.size();
-  require(means.size() == count && squares.size() == count && gradients.size() == count &&
-              (weights.empty() || weights.size() == count) &&
-              (amaxes.empty() || amaxes.size() == count),
-          Kind::Value, "adam", "expected lists of one length");
+  for (const Views* list : {&means, &squares, &gradients, &weights, &amaxes})
+    require(list->size() == count, Kind::Value, "adam", "expected lists of one length");
   AdamArgs args;
   args.step = step;
   args.rate = rate;
@@ -27,9 +25,8 @@ void adam_step(const Views& parameters, const Views& means, const Views& squares
   args.found_inf = found_inf;
   std::tie(args.beta1, args.beta2, args.epsilon, args.decay, args.decoupled) = rules;
   for (size_t i = 0; i < count; ++i)
-    args.tensors.push_back({parameters[i], means[i], squares[i], gradients[i],
-                            weights.empty() ? TensorView{} : weights[i],
-                            amaxes.empty() ? TensorView{} : amaxes[i]});
+    args.tensors.push_back(
+        {parameters[i], means[i], squares[i], gradients[i], weights[i], amaxes[i]});
   adam(args, bridge::current_stream(step.device));
 }
 

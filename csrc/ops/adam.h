@@ -27,7 +27,7 @@ struct AdamTensors {
 };
 
 struct AdamArgs {
-  std::vector<AdamTensors> tensors;  // on one device; the dtypes of all are those of the first
+  std::vector<AdamTensors> tensors;  // on one device
   TensorView step;                   // fp32, one value: the number of this step, from 1
   TensorView rate;                   // fp32, one value
   TensorView factor;                 // fp32, one value; absent: 1
@@ -56,6 +56,7 @@ void dispatch_states(const AdamTensors& like, F&& f) {
   });
 }
 
+// The backends get tensors of equal dtypes.
 namespace cpu {
 void adam(const AdamArgs& args);
 }

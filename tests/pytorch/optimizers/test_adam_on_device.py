@@ -163,11 +163,13 @@ def test_amaxes_are_raised(device):
     states = [[torch.zeros_like(v) for v in values] for _ in range(3)]
     one = torch.ones(1, device=device)
     rules = AdamRules(0.9, 0.999, 1e-8, 0.0, True)
-    adam(AdamTensors(values, *states, (), amaxes), one, 0 * one, None, rules)
+    none = [None] * len(values)
+    adam(AdamTensors(values, *states, none, amaxes), one, 0 * one, None, rules)
     wanted = [v.nan_to_num(nan=0.0, posinf=torch.inf).abs().max() for v in values]
     assert torch.cat(amaxes).tolist() == torch.stack(wanted).tolist()
     large = torch.full((1,), 9e9, device=device)
-    adam(AdamTensors(values[:1], *[s[:1] for s in states], (), [large]), one, 0 * one, None, rules)
+    tensors = AdamTensors(values[:1], *[s[:1] for s in states], [None], [large])
+    adam(tensors, one, 0 * one, None, rules)
     assert large.item() == torch.tensor(9e9).item()
 
 
@@ -249,25 +251,22 @@ def test_written_tensors_count_their_writes(capturable):
 
 
 def test_lists_that_do_not_fit():
-    x, one = [torch.ones(4)], torch.ones(1)
+    x, one, none = [torch.ones(4)], torch.ones(1), [None]
+    half, low = [x[0].half()], [x[0].short()]
     rules = AdamRules(0.9, 0.9, 1e-8, 0.0, True)
-    with pytest.raises(ValueError, match=r"^\[adam\] expected lists of one length"):
-        adam(AdamTensors(x, x, x, x * 2, []), one, one, None, rules)
-    with pytest.raises(ValueError, match=r"^\[adam\] expected shape \(4\) for the mean"):
-        adam(AdamTensors(x, [torch.ones(3)], x, x, []), one, one, None, rules)
-    with pytest.raises(TypeError, match=r"^\[adam\] expected float32 for the parameter"):
-        adam(AdamTensors([torch.ones(4).half()], x, x, x, []), one, one, None, rules)
-    with pytest.raises(TypeError, match=r"^\[adam\] expected float32 for the mean of squares"):
-        adam(AdamTensors(x, x, [torch.ones(4).half()], x, []), one, one, None, rules)
-    low = [torch.ones(4, dtype=torch.int16)]
-    for weights, got in (([], "none"), ([x[0].half()], "float16")):
-        message = rf"^\[adam\] expected bfloat16 weights beside the low bits .*, got {got}$"
-        with pytest.raises(ValueError, match=message):
-            adam(AdamTensors(low, x, x, x, weights), one, one, None, rules)
-    with pytest.raises(ValueError, match=r"^\[adam\] expected weights or amaxes .* got both"):
-        adam(AdamTensors(x, x, x, x, [x[0].half()], [one]), one, one, None, rules)
-    with pytest.raises(ValueError, match=r"^\[adam\] expected lists of one length"):
-        adam(AdamTensors(x, x, x, x, [], [one, one]), one, one, None, rules)
+
+    def refuses(message, *lists, error=ValueError):
+        with pytest.raises(error, match=rf"^\[adam\] expected {message}"):
+            adam(AdamTensors(*lists), one, one, None, rules)
+
+    refuses("lists of one length", x, x, x, x * 2, none, none)
+    refuses("lists of one length", x, x, x, x, none, [one, one])
+    refuses(r"shape \(4\) for the mean", x, [torch.ones(3)], x, x, none, none)
+    refuses("float32 for the parameter", half, x, x, x, none, none, error=TypeError)
+    refuses("float32 for the mean of squares", x, x, half, x, none, none, error=TypeError)
+    refuses("weights or amaxes .* got both", x, x, x, x, half, [one])
+    for weights, got in ((none, "none"), (half, "float16")):
+        refuses(f"bfloat16 weights beside the low bits .*, got {got}$", low, x, x, x, weights, none)
 
 
 @pytest.mark.parametrize("capturable", [False, True])

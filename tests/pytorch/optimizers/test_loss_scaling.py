@@ -234,12 +234,13 @@ def test_the_kernel_raises_amaxes_of_what_it_leaves(device):
     states = [[torch.ones_like(v) for v in values] for _ in range(3)]
     one, amaxes = torch.ones(1, device=device), torch.zeros(3, device=device)
     rules = AdamRules(0.9, 0.999, 1e-8, 0.1, True)
-    adam(AdamTensors(values, *states, (), amaxes.split(1)), one, one, None, rules, 2 * one)
+    none = [None] * len(values)
+    adam(AdamTensors(values, *states, none, amaxes.split(1)), one, one, None, rules, 2 * one)
     for value, other in zip(values, before, strict=True):
         assert_bitwise(value, other)
     assert amaxes.tolist() == [v.abs().max().item() for v in values]
     with pytest.raises(ValueError, match=r"^\[adam\] expected 1 elements for found_inf"):
-        adam(AdamTensors(values, *states, ()), one, one, None, rules, amaxes)
+        adam(AdamTensors(values, *states, none, none), one, one, None, rules, amaxes)
 
 
 @pytest.mark.gpu

@@ -201,7 +201,6 @@ def test_weights_of_masters_that_are_not_numbers(device, capturable) -> None:
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_remainders_of_parameters_with_other_strides(device, capturable) -> None:
-    """Such a parameter gets a whole master weight, also where its strides change later."""
     convolution = nn.Conv2d(3, 4, 2, bias=False, device=device, dtype=torch.bfloat16)
     theirs = copy.deepcopy(convolution)
     settings = {"lr": 1e-3, "master_weights": True, "capturable": capturable}
@@ -214,5 +213,4 @@ def test_remainders_of_parameters_with_other_strides(device, capturable) -> None
             convolution.to(memory_format=torch.channels_last)
         master = ours.get_unscaled_state(convolution.weight, "master_param")
         assert_bitwise(master, plain.state[theirs.weight]["master_param"])
-        torch.testing.assert_close(convolution.weight, theirs.weight, rtol=2**-8, atol=0.0)
-    assert ours.state[convolution.weight]["master_param"].dtype is torch.float32
+        assert torch.equal(convolution.weight, split_master(master)[0])

@@ -27,25 +27,25 @@ class AdamRules(NamedTuple):
 class AdamTensors(NamedTuple):
     """Lists of equal length of contiguous tensors, which have the shapes of the parameters.
 
-    All tensors of a list have one dtype.
+    Parameters whose tensors have the same dtypes share launches.
 
     Attributes:
         parameters: fp32, or int16 for the low bits of parameters (`stored_states.py`), whose high
-            bits are the `weights`, in bf16.
+            bits are their weights, in bf16.
         means: fp32 or bf16, the running means of gradients.
         squares: fp32 or bf16, the running means of squared gradients.
         gradients: fp32, fp16 or bf16.
-        weights: fp16 or bf16: set to the new parameters, rounded; may be empty.
-        amaxes: fp32 `[1]`, raised to the largest magnitude of each parameter; may be empty, and is
-            empty if there are `weights`.
+        weights: fp16 or bf16: set to the new parameters, rounded; or None.
+        amaxes: fp32 `[1]`, raised to the largest magnitude of the parameter; or None, as for all
+            that have a weight.
     """
 
     parameters: Sequence[torch.Tensor]
     means: Sequence[torch.Tensor]
     squares: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
-    weights: Sequence[torch.Tensor]
-    amaxes: Sequence[torch.Tensor] = ()
+    weights: Sequence[torch.Tensor | None]
+    amaxes: Sequence[torch.Tensor | None]
 
 
 def adam(
@@ -67,6 +67,12 @@ def adam(
         found_inf: fp32, one value on that device: if it is not 0, only `amaxes` are written.
     """
     _C.adam(*tensors, step, rate, factor, found_inf, rules)
+    written = (*tensors.weights, *tensors.amaxes)
     torch.autograd.graph.increment_version(
-        (*tensors.parameters, *tensors.means, *tensors.squares, *tensors.weights, *tensors.amaxes)
+        (
+            *tensors.parameters,
+            *tensors.means,
+            *tensors.squares,
+            *[one for one in written if one is not None],
+        )
     )

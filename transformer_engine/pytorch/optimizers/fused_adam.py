@@ -43,6 +43,7 @@ from transformer_engine.pytorch.parallel.dtensors import local_part
 
 _FUSED = ("cpu", "cuda")
 _FLAGS = ("adam_w_mode", "bias_correction", "capturable", "master_weights", "use_decoupled_grad")
+_MOMENTS = STATES[:2]
 _MOST_VALUES = 2**26  # how many values of narrow states are converted to fp32 at once
 
 
@@ -200,10 +201,11 @@ class FusedAdam(torch.optim.Optimizer):
         factor, found_inf = loss_scaling.scaling_of(self, grad_factor)
         if found_inf is not None and not self.capturable and found_inf:
             return loss
+        where = self._gradients
         for group in self.param_groups:
             by_device: dict[torch.device, list[tuple[torch.Tensor, Any]]] = {}
             for parameter in group["params"]:
-                gradient = self._gradient(parameter)
+                gradient = getattr(parameter, where, None)
                 if gradient is not None:
                     by_device.setdefault(parameter.device, []).append((parameter, gradient))
             loss_scaling.count_step(group, self.param_groups, self.capturable, found_inf)
@@ -226,14 +228,14 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.use_decoupled_grad:
             return
         for parameter in chain(*(group["params"] for group in self.param_groups)):
-            gradient = self._gradient(parameter)
+            gradient = getattr(parameter, self._gradients, None)
             if gradient is not None:
                 parameter.decoupled_grad = None if set_to_none else torch.zeros_like(gradient)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self.use_decoupled_grad:
-            return getattr(parameter, "decoupled_grad", None)
-        return parameter.grad
+    @property
+    def _gradients(self) -> str:
+        """The attribute of parameters that has their gradients."""
+        return "decoupled_grad" if self.use_decoupled_grad else "grad"
 
     def _step(
         self,
@@ -268,7 +270,7 @@ class FusedAdam(torch.optim.Optimizer):
             return [self._stored.value(state, part.parameter, name) for part, state in pairs]
         if name == STATES[2]:
             return [master_of(part, state) for part, state in pairs]
-        return [local_part(state[name]) for state in states]
+        return [part.own(state[name]) for part, state in pairs]
 
     def _step_portion(
         self,
@@ -331,16 +333,14 @@ class FusedAdam(torch.optim.Optimizer):
                 "[FusedAdam] expected master_weights=True for parameters kept in FP8, which small "
                 "steps would leave as they are, got False"
             )
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                self._stored.store(state, parameter, name, zeros_for(parameter))
         narrow = part.piece is not None or part.local.dtype != torch.float32
-        if self.master_weights and narrow and "master_param" not in state:
-            self._stored.store(state, parameter, "master_param", initial_master(part, clears))
-        for name in STATES:
-            if name in state:
+        for name in STATES if self.master_weights and narrow else _MOMENTS:
+            if name not in state:
+                moment = name in _MOMENTS
+                value = zeros_for(parameter) if moment else initial_master(part, clears)
+                self._stored.store(state, parameter, name, value)
+            if not state[name].is_contiguous():
                 state[name] = state[name].contiguous()
-        self._stored.join_unless_split(state, parameter)
         return state
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
 from transformer_engine.pytorch.optimizers.parts import Part, master_of, write_plain
-from transformer_engine.pytorch.parallel.dtensors import local_part
 from transformer_engine.pytorch.tensor.writing import takes_amax
 
 
@@ -54,35 +53,34 @@ def step_on_device(
     """
     values = [master_of(*one) for one in zip(parts, states, strict=True)]
     means, squares = (
-        [local_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")
+        [part.own(state[name]) for part, state in zip(parts, states, strict=True)]
+        for name in ("exp_avg", "exp_avg_sq")
     )
+    weights = [rounded_weight(part) for part in parts]
     device = values[0].device
     scaled = [part.piece is not None and takes_amax(part.piece) for part in parts]
     zeros = iter(torch.zeros(sum(scaled), dtype=torch.float32, device=device).split(1))
     amaxes = [next(zeros) if is_scaled else None for is_scaled in scaled]
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for i, (_, local, piece) in enumerate(parts):
-        dtype = local.dtype
-        rounded = piece is None and dtype is not torch.float32 and local.is_contiguous()
-        stored = (values[i].dtype, means[i].dtype, squares[i].dtype)
-        kind = (dtype if rounded else None, gradients[i].dtype, *stored, scaled[i])
-        kinds.setdefault(kind, []).append(i)
+    gradients = [gradient.contiguous() for gradient in gradients]
     beta1, beta2 = group["betas"]
-    rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
-    rate = device_count(group["lr"], device)
-    steps = group["step"] if corrects else torch.full_like(group["step"], math.inf)
-    factor = None if factor is None else factor.reshape(1)
-    found_inf = None if found_inf is None else found_inf.reshape(1)
-    for (weight_dtype, *_), members in kinds.items():
-        tensors = AdamTensors(
-            [values[i] for i in members],
-            [means[i] for i in members],
-            [squares[i] for i in members],
-            [gradients[i].contiguous() for i in members],
-            [] if weight_dtype is None else [parts[i].local for i in members],
-            [amax for i in members if (amax := amaxes[i]) is not None],
-        )
-        adam(tensors, steps, rate, factor, rules, found_inf)
-        if weight_dtype is None:
-            write_plain([parts[i] for i in members], [values[i] for i in members])
+    adam(
+        AdamTensors(values, means, squares, gradients, weights, amaxes),
+        group["step"] if corrects else torch.full_like(group["step"], math.inf),
+        device_count(group["lr"], device),
+        None if factor is None else factor.reshape(1),
+        AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled),
+        None if found_inf is None else found_inf.reshape(1),
+    )
+    # Weights that are not contiguous, and fp32 weights with a master weight, are not written yet.
+    new = [
+        value if weight is None else weight for value, weight in zip(values, weights, strict=True)
+    ]
+    write_plain(parts, new)
     return values, amaxes
+
+
+def rounded_weight(part: Part) -> torch.Tensor | None:
+    """A 16-bit part as the kernel writes it, contiguous; None for other parts."""
+    if part.piece is not None or part.local.dtype is torch.float32:
+        return None
+    return part.local.contiguous()

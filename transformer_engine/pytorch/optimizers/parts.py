@@ -31,6 +31,13 @@ class Part(NamedTuple):
     local: torch.Tensor
     piece: QuantizedTensor | None
 
+    def own(self, state: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a state, which is a DTensor if the parameter is one."""
+        return state if self.local is self.parameter else local_part(state)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def part_of(parameter: torch.Tensor) -> Part:
     """The part of a parameter of FusedAdam on this rank; call it with autograd off.
@@ -38,6 +45,8 @@ def part_of(parameter: torch.Tensor) -> Part:
     Raises:
         NotImplementedError: see `refuse_slice`.
     """
+    if type(parameter) in _PLAIN:
+        return Part(parameter, parameter, None)
     local = local_part(parameter)
     piece = piece_of(parameter) if isinstance(local, QuantizedTensor) else None
     refuse_slice(piece, "FusedAdam")
@@ -100,17 +109,18 @@ def _check_gradient(part: Part, gradient: Any) -> None:
 
 def local_gradient(part: Part, gradient: Any) -> torch.Tensor:
     """The gradient of a part; redistributed if its placements differ from the parameter's."""
-    if is_dtensor(gradient):
-        wanted = getattr(part.parameter, "placements", gradient.placements)
-        if gradient.placements != wanted:  # for example partial sums for a replicated weight
-            gradient = gradient.redistribute(placements=wanted)
+    if not is_dtensor(gradient):
+        return gradient
+    wanted = getattr(part.parameter, "placements", gradient.placements)
+    if gradient.placements != wanted:  # for example partial sums for a replicated weight
+        gradient = gradient.redistribute(placements=wanted)
     return local_part(gradient)
 
 
 def master_of(part: Part, state: Mapping[str, Any]) -> torch.Tensor:
     """The master weight of a part as it is stored; if the state has none, the part in fp32."""
     master = state.get("master_param")
-    return part.local.float().contiguous() if master is None else local_part(master)
+    return part.local.float().contiguous() if master is None else part.own(master)
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:

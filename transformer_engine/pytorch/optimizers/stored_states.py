@@ -73,14 +73,7 @@ class StoredStates:
     def is_split(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter holds the high bits of its master weight."""
         plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-        bf16 = parameter.dtype is torch.bfloat16
-        return self.remainders and plain and bf16 and parameter.is_contiguous()
-
-    def join_unless_split(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Store the whole master weight of a parameter that can no longer hold the high bits."""
-        low = state.get(_MASTER)
-        if low is not None and low.dtype is torch.int16 and not self.is_split(parameter):
-            state[_MASTER] = joined_master(parameter.detach(), low)
+        return self.remainders and plain and parameter.dtype is torch.bfloat16
 
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 value of a state; without a master weight, the value of the parameter.
