@@ -230,14 +230,20 @@ def test_resumed_runs_take_the_same_steps(device):
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_fp32_parameters_follow_their_masters(capturable, device):
-    """They have masters because the model was in bf16 before."""
-    own = nn.Linear(16, 1, bias=False).to(device, torch.bfloat16)
-    optimizer = FusedAdam(own.parameters(), lr=0.1, master_weights=True, capturable=capturable)
-    for _ in range(2):
-        give_gradients([own.weight], torch.Generator())
-        optimizer.step()
-        own.float()
-    assert_bitwise(own.weight.detach(), optimizer.state[own.weight]["master_param"])
+    """They have masters, which may be remainders, because the model was in bf16 before."""
+    start = nn.Linear(16, 1, bias=False).to(device, torch.bfloat16)
+    stepped = []
+    for remainders in (False, True):
+        own = copy.deepcopy(start)
+        settings = {"master_weights": True, "store_param_remainders": remainders}
+        optimizer = FusedAdam(own.parameters(), lr=0.1, capturable=capturable, **settings)
+        for seed in range(2):
+            give_gradients([own.weight], torch.Generator().manual_seed(seed))
+            optimizer.step()
+            own.float()
+        assert_bitwise(own.weight.detach(), optimizer.state[own.weight]["master_param"])
+        stepped.append(own.weight.detach())
+    assert_bitwise(*stepped)
 
 
 @pytest.mark.parametrize("capturable", [False, True])

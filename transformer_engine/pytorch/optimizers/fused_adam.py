@@ -336,11 +336,11 @@ class FusedAdam(torch.optim.Optimizer):
         narrow = part.piece is not None or part.local.dtype != torch.float32
         for name in STATES if self.master_weights and narrow else _MOMENTS:
             if name not in state:
-                moment = name in _MOMENTS
-                value = zeros_for(parameter) if moment else initial_master(part, clears)
+                value = zeros_for(parameter) if name in _MOMENTS else initial_master(part, clears)
                 self._stored.store(state, parameter, name, value)
-            if not state[name].is_contiguous():
-                state[name] = state[name].contiguous()
+            state[name] = state[name].contiguous()
+        if self._stored.remainders:
+            self._stored.join_unless_split(state, parameter)
         return state
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:

@@ -75,6 +75,12 @@ class StoredStates:
         plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
         return self.remainders and plain and parameter.dtype is torch.bfloat16
 
+    def join_unless_split(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Store the whole master weight of a parameter that is no longer in bf16."""
+        low = state.get(_MASTER)
+        if low is not None and low.dtype is torch.int16 and parameter.dtype is not torch.bfloat16:
+            state[_MASTER] = joined_master(parameter.detach(), low)
+
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 value of a state; without a master weight, the value of the parameter.
 
@@ -147,6 +153,6 @@ def split_master(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined_master(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Reverse `split_master`."""
-    high = parameter.contiguous().view(torch.int16).to(torch.int32) - (low < 0).int()
+    """Reverse `split_master`; the parameter may have been converted to another dtype since."""
+    high = parameter.bfloat16().contiguous().view(torch.int16).to(torch.int32) - (low < 0).int()
     return ((high << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
