@@ -52,6 +52,25 @@ class OncePerDevice {
   std::array<std::atomic<bool>, kMaxDevices> done_{};
 };
 
+// Keeps what the driver answers for each device and number below kNumbers, such as how many
+// clusters of that size a kernel runs at once. Two threads may both ask. An answer of 0 is not
+// kept.
+template <size_t kNumbers>
+class AskedOncePerDevice {
+ public:
+  template <class Ask>
+  int operator()(Device device, int number, Ask&& ask) {
+    auto& of_device = known_.at(static_cast<size_t>(device.index));
+    auto& known = of_device.at(static_cast<size_t>(number));
+    int answer = known;
+    if (answer == 0) known = answer = ask();
+    return answer;
+  }
+
+ private:
+  std::array<std::array<std::atomic<int>, kNumbers>, kMaxDevices> known_{};
+};
+
 // Lets launches of a kernel ask for all shared memory that the device has for a block.
 void allow_shared_memory(const void* kernel, Device device, std::string_view op);
 

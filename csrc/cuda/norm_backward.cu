@@ -4,9 +4,6 @@
 // few: this leaves fewer partial sums, and gives work to every multiprocessor.
 #include "cuda/device/norm_backward.cuh"
 
-#include <array>
-#include <atomic>
-
 #include "cuda/column_sum.h"
 #include "cuda/launch.h"
 #include "cuda/norm.h"
@@ -41,16 +38,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 }
 
 // How many clusters the device holds, with one block on each multiprocessor. GPCs differ in size,
-// so there may be fewer than multiprocessors / cluster. The driver is asked once per kernel, device
-// and cluster size.
+// so there may be fewer than multiprocessors / cluster.
 template <class Kernel>
-int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int cluster,
-                      std::array<std::atomic<int>, kMaxCluster + 1>& known) {
-  auto& slot = known[static_cast<size_t>(cluster)];
-  if (int clusters = slot; clusters != 0) return clusters;
+int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config) {
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), kOp);
-  slot = clusters;
   return clusters;
 }
 
@@ -58,7 +50,7 @@ int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int clus
 template <class In, class Gradient, NormKind kKind, int kPacks>
 int64_t launch(const Problem& p, const Launch& how) {
   static OncePerDevice once;
-  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kMaxDevices> known{};
+  static AskedOncePerDevice<kMaxCluster + 1> resident;
   const auto kernel = backward_kernel<In, Gradient, kKind, kPacks>;
   once(how.device,
        [&] { allow_shared_memory(reinterpret_cast<const void*>(kernel), how.device, kOp); });
@@ -71,8 +63,8 @@ int64_t launch(const Problem& p, const Launch& how) {
   int64_t clusters = how.max_clusters;
   if (p.cluster > 1) {
     config.dynamicSmemBytes = static_cast<size_t>(norm_backward_room(device_limits(how.device)));
-    auto& of_device = known.at(static_cast<size_t>(how.device.index));
-    clusters = std::min<int64_t>(clusters, resident_clusters(kernel, config, p.cluster, of_device));
+    const auto ask = [&] { return resident_clusters(kernel, config); };
+    clusters = std::min<int64_t>(clusters, resident(how.device, p.cluster, ask));
   }
   config.gridDim = dim3(static_cast<unsigned>(clusters * p.cluster));
   config.dynamicSmemBytes = how.shared_bytes;

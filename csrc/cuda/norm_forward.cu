@@ -2,9 +2,6 @@
 // registers of a part of a warp, of one warp or of one block. A block that takes several rows loads
 // a pack of its next row as soon as the result of the same pack of this row is computed, so that
 // loads are always in flight.
-#include <array>
-#include <atomic>
-
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/norm_row.cuh"
@@ -275,28 +272,24 @@ __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads, kBlocksSharin
   }
 }
 
-// How many blocks of a kernel a multiprocessor holds. The driver is asked once per kernel, device
-// and block size.
+// How many blocks of a kernel a multiprocessor holds.
 template <class Kernel>
-int resident_blocks(Kernel* kernel, int threads, std::atomic<int>& known) {
-  int blocks = known;
-  if (blocks != 0) return blocks;
+int resident_blocks(Kernel* kernel, int threads) {
+  int blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0), kOp);
-  known = blocks;
   return blocks;
 }
 
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
 void launch(const Problem& p, const NormRowsPolicy& policy, Device device, cudaStream_t stream) {
-  static std::array<std::array<std::atomic<int>, kMaxThreads / 32 + 1>, kMaxDevices> known{};
+  static AskedOncePerDevice<kMaxThreads / 32 + 1> resident;
   const auto kernel = forward_kernel<In, Gamma, Out, kKind, kPacks, kTracked>;
   const int threads = policy.threads * policy.rows;
-  auto& of_device = known.at(static_cast<size_t>(device.index));
-  const int resident =
-      resident_blocks(kernel, threads, of_device[static_cast<size_t>(threads / 32)]);
+  const int64_t blocks =
+      resident(device, threads / 32, [&] { return resident_blocks(kernel, threads); });
   const bool staying = p.tracked() || policy.rows > 1;
-  const int64_t grid = norm_rows_grid(ceil_div(p.rows, policy.rows),
-                                      int64_t{resident} * multiprocessors(device), staying);
+  const int64_t grid =
+      norm_rows_grid(ceil_div(p.rows, policy.rows), blocks * multiprocessors(device), staying);
   const dim3 block(static_cast<unsigned>(policy.threads), static_cast<unsigned>(policy.rows));
   launch_dependent(kernel, static_cast<unsigned>(grid), block, 0, stream, p);
 }
