@@ -10,7 +10,9 @@ from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 
 from transformer_engine.pytorch.attention import attention_backends
+from transformer_engine.pytorch.attention.backends.backend import Problem
 from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
+from transformer_engine.pytorch.attention.masks.masks import MaskRule, MaskType
 
 
 def test_state_dict_has_one_empty_entry_and_any_checkpoint_loads():
@@ -85,6 +87,12 @@ def test_no_backend_left(monkeypatch):
         make_module()(*make_qkv(), core_attention_bias_type="alibi")
     monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # each call reads the variable
     make_module()(*make_qkv(), core_attention_bias_type="alibi")
+
+
+def test_errors_name_the_mask_of_a_part_with_a_band():
+    kind = MaskType(causal=True, bottom_right=True, arbitrary=True)
+    rule = MaskRule(kind, left=-1, right=0, bottom_right=True)
+    assert "any keys, arbitrary, no_bias" in Problem(rule=rule).summary
 
 
 THD = {"qkv_format": "thd", "attn_mask_type": "padding"}

@@ -14,7 +14,7 @@ import torch
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.core.call import Call, elements_of
-from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES, MaskRule, mask_rule
+from transformer_engine.pytorch.attention.masks.masks import MaskRule, mask_name, mask_rule
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -109,7 +109,7 @@ class Problem(NamedTuple):
         dtype = str(self.dtype).removeprefix("torch.")
         heads = f"{self.heads} query and {self.groups} key heads"
         sizes = f"of sizes {self.key_size} and {self.value_size}"
-        mask = next(name for name, kind in MASK_TYPES.items() if kind == self.rule.type)
+        mask = mask_name(self.rule.type)
         window = f" with the window {self.rule.left, self.rule.right}" if self.windowed else ""
         return (
             f"{dtype} {self.qkv_format} tensors{' in FP8' if self.fp8 else ''} on {self.device},"

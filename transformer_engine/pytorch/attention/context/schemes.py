@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.context.group import (
     refusal_of_lengths,
 )
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
+from transformer_engine.pytorch.attention.masks.masks import mask_name
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.agreement import agree
 
@@ -100,7 +100,7 @@ def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None
     error = None if refused is None else refused.text(context.comm_type)
     facts = dict(zip(_NAMES, structure, strict=True))
     rule = call.shape.rule
-    facts["mask"] = next(name for name, kind in MASK_TYPES.items() if kind == rule.type)
+    facts["mask"] = mask_name(rule.type)
     facts["window"] = (rule.left, rule.right)
     groups = [group for group in (context.heads, context.group) if group is not None]
     agree("DotProductAttention", groups, "a call of attention", facts, error)

@@ -72,6 +72,13 @@ def mask_type(name: str, parameter: str = "attn_mask_type") -> MaskType:
     return found
 
 
+def mask_name(kind: MaskType) -> str:
+    """The name of a mask type; "arbitrary" also for a part of a call that adds a causal band."""
+    if kind.arbitrary:
+        return "arbitrary"
+    return next(name for name, one in MASK_TYPES.items() if one == kind)
+
+
 def _in_one_spelling(name: str) -> str:
     return _ALIASES.get(name.replace(" ", ""), name)
 
