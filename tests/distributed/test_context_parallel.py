@@ -243,6 +243,11 @@ def test_what_ranks_have_compared_hides_no_call_that_they_refuse(two):
             assert later.startswith(f"ValueError: [DotProductAttention] {LATER[name.split()[0]]}")
 
 
+def test_biases_of_packed_sequences_are_refused_in_words(two):
+    for text in (text for found in two for text in found["packed_biases"].values()):
+        assert "[DotProductAttention] expected no core_attention_bias of packed sequences" in text
+
+
 LENGTHS = {
     "uneven": "lengths divisible by 4 (twice the context parallel ranks), got sequences of [2]",
     "too many": "expected cu_seqlens_q to rise from 0 to at most 24 (the tokens), got [0, 8, 28]",

@@ -4,6 +4,7 @@ from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
 
+import context_backends
 import torch
 import torch.distributed as dist
 from context_cases import outcomes
@@ -384,6 +385,7 @@ SCENARIOS = (
     disagreements,
     dropping,
     compiled,
+    *context_backends.SCENARIOS,
     alone,
 )  # last, because the next meeting of rank 0 would fail after `alone`
 

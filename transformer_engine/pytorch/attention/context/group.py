@@ -102,6 +102,9 @@ def refusal(call: Call) -> Refusal | None:
                     f"{tokens} tokens",
                     f"pad sequences to a multiple of {2 * context.size}",
                 )
+    elif call.bias.tensor is not None:
+        expected = "no core_attention_bias of packed sequences"
+        return Refusal(expected, "one", "use the format bshd or sbhd")
     if context.group is None:
         return _refusal_of_heads(call)
     if not _scales_are_equal(call):

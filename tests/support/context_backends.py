@@ -1,0 +1,48 @@
+"""How context-parallel ranks choose backends, and what they do if one of them has none."""
+
+import torch
+import torch.distributed as dist
+from rank_device import here
+
+import transformer_engine.pytorch as te
+
+HEADS = 4
+
+
+def attention(comm, group=None, sizes=8, **settings):
+    module = te.DotProductAttention(HEADS, sizes, name="attend", qkv_format="bshd", **settings)
+    module.set_context_parallel_group(group or dist.group.WORLD, None, None, comm)
+    return module
+
+
+def message(call, *arguments, **keywords):
+    """Returns the first line of the error of a call."""
+    try:
+        call(*arguments, **keywords)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return "no error"
+
+
+def tensors(*shape, sizes=(8, 8, 8)):
+    return [torch.ones(*shape, HEADS, size, device=here()) for size in sizes]
+
+
+def packed_biases(rank):
+    """Returns the errors of biases of packed sequences, whose tokens ranks share unevenly."""
+    ends, found = torch.tensor([0, 4, 24], dtype=torch.int32, device=here()), {}
+    bias = torch.ones(1, 1, 12, 24, device=here())
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = attention(comm, attn_mask_type="padding")
+        found[comm] = message(
+            *(module, *tensors(12)),
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            core_attention_bias_type="post_scale_bias",
+            core_attention_bias=bias,
+        )
+    return found
+
+
+SCENARIOS = (packed_biases,)
