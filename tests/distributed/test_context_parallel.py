@@ -248,6 +248,11 @@ def test_biases_of_packed_sequences_are_refused_in_words(two):
         assert "[DotProductAttention] expected no core_attention_bias of packed sequences" in text
 
 
+def test_backends_are_chosen_for_the_gradients_that_biases_need(two):
+    for learned in (learned for found in two for learned in found["learned_biases"].values()):
+        assert learned and all(learned)
+
+
 LENGTHS = {
     "uneven": "lengths divisible by 4 (twice the context parallel ranks), got sequences of [2]",
     "too many": "expected cu_seqlens_q to rise from 0 to at most 24 (the tokens), got [0, 8, 28]",

@@ -1,10 +1,14 @@
 """How context-parallel ranks choose backends, and what they do if one of them has none."""
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from rank_device import here
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.backends import choice
+from transformer_engine.pytorch.attention.backends.backend import refusal
 
 HEADS = 4
 
@@ -45,4 +49,25 @@ def packed_biases(rank):
     return found
 
 
-SCENARIOS = (packed_biases,)
+def learned_biases(rank):
+    """Returns whether the bias was learned in each choice of a backend."""
+    found = {}
+    for comm in ("p2p", "all_gather", "a2a"):
+        bias = torch.ones(1, HEADS, 10, 20, device=here(), requires_grad=True)
+        module, learned = attention(comm, attn_mask_type="no_mask"), []
+
+        def refused(backend, problem, allowed, learned=learned):
+            learned.append(problem.bias_grad)
+            return refusal(backend, problem, allowed)
+
+        with patch.object(choice, "refusal", refused):
+            module(
+                *tensors(3, 10),
+                core_attention_bias_type="post_scale_bias",
+                core_attention_bias=bias,
+            )
+        found[comm] = learned
+    return found
+
+
+SCENARIOS = (packed_biases, learned_biases)

@@ -14,8 +14,8 @@ from rank_device import here
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import core_attention
-from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
-from transformer_engine.pytorch.attention.context import codes, parts
+from transformer_engine.pytorch.attention.backends import choice, cudnn_fp8, unfused
+from transformer_engine.pytorch.attention.context import codes
 from transformer_engine.pytorch.distributed import shard_sequence
 
 # The last field is the softmax type. With "off-by-one" a sink is merged with cuDNN's result.
@@ -38,7 +38,7 @@ def _cudnn_everywhere(stack):
     def chosen(device, dtype, recorded, call):
         return cudnn_fp8.BACKEND if call.sink.type == "vanilla" else unfused.BACKEND
 
-    for module in (core_attention, codes, parts):
+    for module in (core_attention, codes, choice):
         stack.enter_context(patch.object(module, "choose", chosen))
     for name in KERNELS:
         stack.enter_context(patch.object(cudnn_fp8, name, getattr(fake_cudnn_fp8, name)))

@@ -12,6 +12,7 @@ from transformer_engine.pytorch.attention.backends import BACKENDS
 from transformer_engine.pytorch.attention.backends.backend import (
     MOST_ELEMENTS,
     Backend,
+    Needs,
     Problem,
     refusal,
 )
@@ -44,6 +45,15 @@ def choose(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call)
         ValueError: all backends refuse, with the reason of each.
     """
     return _choose(*_facts(device, dtype, recorded, call))
+
+
+def choose_inside(device: torch.device, dtype: torch.dtype, needs: Needs, call: Call) -> Backend:
+    """`choose` inside of a forward, where tensors require no gradients: `needs` says which do."""
+    bias = call.bias.tensor
+    if bias is not None and needs.bias:
+        call = call._replace(bias=Bias(call.bias.type, bias.detach().requires_grad_()))
+    with torch.set_grad_enabled(needs.bias):
+        return choose(device, dtype, any(needs), call)
 
 
 def problem_of(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call) -> Problem:

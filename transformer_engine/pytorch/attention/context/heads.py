@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
-from transformer_engine.pytorch.attention.backends.choice import choose
+from transformer_engine.pytorch.attention.backends.choice import choose_inside
 from transformer_engine.pytorch.attention.context import ring
 from transformer_engine.pytorch.attention.context.lengths import check_packed
 from transformer_engine.pytorch.attention.context.parts import with_seed
@@ -203,7 +203,7 @@ def forward(
     inputs = [pending.wait() for pending in started]
     backend = ring.BACKEND
     if inner.context is None:
-        backend = choose(query.device, query.dtype, any(needs), inner)
+        backend = choose_inside(query.device, query.dtype, needs, inner)
         inner = with_seed(inner, backend, query.device)
     out, saved = backend.forward(inputs[0], inputs[1], inputs[2], inner, needs)
     size = call.shape.value_size

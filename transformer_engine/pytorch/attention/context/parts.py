@@ -12,7 +12,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.attention.backends import unfused
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
-from transformer_engine.pytorch.attention.backends.choice import choose
+from transformer_engine.pytorch.attention.backends.choice import choose_inside
 from transformer_engine.pytorch.attention.context.lengths import UNIT, Lengths, lengths_of
 from transformer_engine.pytorch.attention.context.score_blocks import (
     Chunks,
@@ -241,12 +241,7 @@ def part_forward(
         part), and what the backward needs.
     """
     call = part.call
-    bias = call.bias.tensor
-    if bias is not None and needs.bias:  # the choice of a backend reads `requires_grad`
-        bias = bias.detach().requires_grad_()
-    with torch.set_grad_enabled(needs.bias):
-        asked = call if bias is None else call._replace(bias=Bias(call.bias.type, bias))
-        backend = _backend_of(asked, inputs[0].dtype, needs, device)
+    backend = backend_of(part, inputs[0].dtype, needs, device)
     parts = backend.parts
     assert parts is not None, "the table of requirements refuses others"
     if _C.is_recording() and not backend.recordable(call):
@@ -265,12 +260,20 @@ def part_forward(
     return out, log_sum_exp, SavedPart(backend, stripped)
 
 
-def _backend_of(call: Call, dtype: torch.dtype, needs: Needs, device: torch.device) -> Backend:
-    if call.casts is None:
-        return choose(device, dtype, any(needs), call)
-    if not call.casts.by_cudnn:  # cuDNN may take some parts of this call, but not all of them
-        return unfused.BACKEND
-    return choose(device, call.casts.dtype, any(needs), call)
+def backend_of(
+    part: AttentionPart, dtype: torch.dtype, needs: Needs, device: torch.device
+) -> Backend:
+    """The backend of a part; `dtype` is that of the query in high precision.
+
+    Raises:
+        ValueError: all backends refuse.
+    """
+    casts = part.call.casts
+    if casts is not None:
+        if not casts.by_cudnn:  # cuDNN may take some parts of this call, but not all of them
+            return unfused.BACKEND
+        dtype = casts.dtype
+    return choose_inside(device, dtype, needs, part.call)
 
 
 def with_seed(call: Call, backend: Backend, device: torch.device) -> Call:
