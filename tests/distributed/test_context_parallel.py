@@ -243,6 +243,14 @@ def test_what_ranks_have_compared_hides_no_call_that_they_refuse(two):
             assert later.startswith(f"ValueError: [DotProductAttention] {LATER[name.split()[0]]}")
 
 
+def test_ranks_without_a_backend_say_so_before_anything_is_sent(two):
+    first, second = (found["without_backends"] for found in two)
+    assert first == second
+    for before, between, after in first.values():
+        assert before.startswith("ValueError: [attention] no dot product attention backend")
+        assert between == "no error" and after == before
+
+
 def test_biases_of_packed_sequences_are_refused_in_words(two):
     for text in (text for found in two for text in found["packed_biases"].values()):
         assert "[DotProductAttention] expected no core_attention_bias of packed sequences" in text

@@ -1,5 +1,7 @@
 """How context-parallel ranks choose backends, and what they do if one of them has none."""
 
+import os
+from datetime import timedelta
 from unittest.mock import patch
 
 import torch
@@ -30,6 +32,24 @@ def message(call, *arguments, **keywords):
 
 def tensors(*shape, sizes=(8, 8, 8)):
     return [torch.ones(*shape, HEADS, size, device=here()) for size in sizes]
+
+
+def without_backends(rank):
+    """Returns the errors of calls that no backend takes, around a call that a backend takes.
+
+    The group would time out after five seconds.
+    """
+    group, found = dist.new_group([0, 1], timeout=timedelta(seconds=5)), {}
+    switched_off = {"NVTE_UNFUSED_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
+    for comm, softmax in (("p2p", "vanilla"), ("all_gather", "vanilla"), ("a2a", "off-by-one")):
+        module = attention(comm, group, (8, 4), window_size=(2, 0), softmax_type=softmax)
+        inputs = tensors(2, 6, sizes=(8, 8, 4))
+        with patch.dict(os.environ, switched_off):
+            first = message(module, *inputs)
+        between = message(module, *inputs)
+        with patch.dict(os.environ, switched_off):
+            found[comm] = (first, between, message(module, *inputs))
+    return found
 
 
 def packed_biases(rank):
@@ -70,4 +90,4 @@ def learned_biases(rank):
     return found
 
 
-SCENARIOS = (packed_biases, learned_biases)
+SCENARIOS = (without_backends, packed_biases, learned_biases)

@@ -50,7 +50,7 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
         if call.casts is None:
             return forward(query, key, value, call, needs)
         dtype = query.dtype
-        casts = call.casts._replace(dtype=_dtype_of_parts(query, call, needs))
+        casts = call.casts._replace(dtype=dtype_of_parts(query, call, needs))
         (query, key, value), casts = casts.with_codes((query, key, value))
         out, saved = forward(query, key, value, call._replace(casts=casts), needs)
         out = casts.out.cast(out, dtype)
@@ -71,10 +71,13 @@ def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]
     return cast_forward, cast_backward
 
 
-def _dtype_of_parts(query: torch.Tensor, call: Call, needs: Needs) -> torch.dtype:
-    """The `Casts.dtype` of a call: 16 bit if cuDNN can compute its parts in FP8, else fp32.
+def dtype_of_parts(query: torch.Tensor, call: Call, needs: Needs) -> torch.dtype:
+    """The `Casts.dtype` of a call in FP8: 16 bit if cuDNN can compute its parts, else fp32.
 
     Parts have no sink.
+
+    Raises:
+        ValueError: no backend takes the call.
     """
     assert call.casts is not None
     if call.casts.calibrating:

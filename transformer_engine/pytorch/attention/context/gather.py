@@ -6,6 +6,8 @@ of all ranks again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
@@ -18,7 +20,7 @@ from transformer_engine.pytorch.attention.context.attend import (
 from transformer_engine.pytorch.attention.context.codes import with_casts
 from transformer_engine.pytorch.attention.context.lengths import UNIT
 from transformer_engine.pytorch.attention.context.merging import GradSum
-from transformer_engine.pytorch.attention.context.parts import RankCall
+from transformer_engine.pytorch.attention.context.parts import AttentionPart, RankCall
 from transformer_engine.pytorch.attention.context.score_blocks import chunks_of_all, chunks_of_rank
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.formats import sequence_dim
@@ -70,6 +72,12 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     _, key, value, _ = saved.tensors[:4]
     grads = steps.run(gather.all_keys(key, value))
     return steps.gradients(*[gather.reduce_scatter(x) for x in grads])
+
+
+def parts(query: torch.Tensor, call: Call) -> Iterator[AttentionPart]:
+    """The parts that the forward will run; nothing is sent."""
+    gather = _GatherCall(call, query.device)
+    return gather.rank_call.parts(gather.key_chunks)
 
 
 BACKEND = Backend("all_gather", *with_casts(forward, backward), keeps_scores=True, requirements=())

@@ -54,14 +54,18 @@ class _Facts(NamedTuple):
 
 
 class _Exchange:
-    """A call on one of the ranks that exchange heads for tokens."""
+    """A call on one of the ranks that exchange heads for tokens.
 
-    def __init__(self, call: Call) -> None:
+    With `sends=False` nothing is sent: this rank's own mask and bias stand in for those of others.
+    """
+
+    def __init__(self, call: Call, sends: bool = True) -> None:
         context = call.context
         assert context is not None and context.heads is not None
         self.call, self.context, self.group = call, context, context.heads
         self.ranks, self.rank = context.head_size, context.head_rank
         self.dim = sequence_dim(call.shape.qkv_format)
+        self._sends = sends
 
     def _starts(self, side: str) -> torch.Tensor | None:
         if self.call.shape.qkv_format != "thd":
@@ -103,16 +107,21 @@ class _Exchange:
         """This rank's heads of a tensor; all of it where a size of 1 stands for all heads."""
         return x if x.shape[dim] == 1 else x.chunk(self.ranks, dim)[self.rank]
 
+    def _stack(self, x: torch.Tensor) -> torch.Tensor:
+        if self._sends:
+            return all_gather_stack(x, self.group)
+        return x.expand(self.ranks, *x.shape)
+
     def _all_queries(self, x: torch.Tensor) -> torch.Tensor:
         """Gather `[..., queries of this rank, keys]` to `[..., queries of all ranks, keys]`."""
         if x.dim() < 2 or x.shape[-2] == 1:
             return x
-        stack = all_gather_stack(x.movedim(-2, 0), self.group)
+        stack = self._stack(x.movedim(-2, 0))
         return to_sequence_order(stack, 0).movedim(0, -2)
 
     def _all_tokens(self, mask: torch.Tensor) -> torch.Tensor:
         """Gather a padding mask `[batch, 1, 1, tokens]` from all ranks."""
-        stack = all_gather_stack(mask.movedim(-1, 0), self.group)
+        stack = self._stack(mask.movedim(-1, 0))
         return to_sequence_order(stack, 0).movedim(0, -1)
 
     def _mask(self, mask: AttentionMask | None) -> AttentionMask | None:
@@ -174,6 +183,14 @@ def _inner_shape(shape: CallShape, ranks: int, in_ring: bool) -> CallShape:
     band = build_mask(shape.rule, queries, keys) if plain else None
     heads, groups = shape.heads // ranks, shape.groups // ranks
     return replace(shape, band=band, heads=heads, groups=groups, queries=queries, keys=keys)
+
+
+def call_after_exchange(call: Call, device: torch.device) -> Call:
+    """The call that the forward will run after the exchange; nothing is sent.
+
+    Only the shapes of its mask and bias are right.
+    """
+    return _Exchange(call, sends=False).inner(device)
 
 
 def _check_lengths(call: Call) -> None:

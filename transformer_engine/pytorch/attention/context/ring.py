@@ -24,8 +24,8 @@ from transformer_engine.pytorch.attention.context.attend import (
 from transformer_engine.pytorch.attention.context.codes import with_casts
 from transformer_engine.pytorch.attention.context.lengths import UNIT
 from transformer_engine.pytorch.attention.context.merging import GradSum
-from transformer_engine.pytorch.attention.context.parts import RankCall
-from transformer_engine.pytorch.attention.context.score_blocks import chunks_of_rank
+from transformer_engine.pytorch.attention.context.parts import AttentionPart, RankCall
+from transformer_engine.pytorch.attention.context.score_blocks import Chunks, chunks_of_rank
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.parallel.exchange import (
     PendingReceive,
@@ -107,9 +107,13 @@ class _Ring:
         for one in lent:
             one.release()
 
-    def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
+    def key_chunks(self, step: int) -> Chunks:
+        """The chunks of keys that this rank has in a step of the forward."""
         owner = (self.rank - step) % self.ranks
-        return KeyValues(step, chunks_of_rank(owner, self.ranks, self.key_length), key, value)
+        return chunks_of_rank(owner, self.ranks, self.key_length)
+
+    def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
+        return KeyValues(step, self.key_chunks(step), key, value)
 
     def send_grads(self, grads: Sequence[GradSum], step: int, sums: SummandExchange) -> None:
         """Send gradients of keys and values to their owner."""
@@ -138,6 +142,13 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
         ring.send_grads(steps.run(step), step.step, sums)
     own_grads = steps.run(ring.key_values(0, *saved.tensors[1:3]))
     return steps.gradients(*sums.results([grad.result() for grad in own_grads]))
+
+
+def parts(query: torch.Tensor, call: Call) -> Iterator[AttentionPart]:
+    """The parts that the forward will run; nothing is sent."""
+    ring = _Ring(call, query)
+    for step in range(ring.ranks):
+        yield from ring.rank_call.parts(ring.key_chunks(step))
 
 
 def reserve_memory(query: torch.Tensor, call: Call, needs: bool) -> None:

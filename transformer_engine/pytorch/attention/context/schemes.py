@@ -6,14 +6,18 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import Backend
+from transformer_engine.pytorch.attention.backends.backend import Backend, Needs
+from transformer_engine.pytorch.attention.backends.choice import choose_inside
 from transformer_engine.pytorch.attention.context import gather, heads, ring
+from transformer_engine.pytorch.attention.context.codes import dtype_of_parts
 from transformer_engine.pytorch.attention.context.group import (
     ContextGroup,
     refusal,
     refusal_of_lengths,
 )
-from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.context.parts import backend_of
+from transformer_engine.pytorch.attention.core.call import Call, CallTensors
+from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_name
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.agreement import agree
@@ -22,8 +26,9 @@ from transformer_engine.pytorch.parallel.agreement import agree
 def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     """The backend of a call with a `ContextGroup`: it communicates, and calls other backends.
 
-    Before the first call of each structure the ranks compare their calls, see `agree`. In later
-    calls each rank checks only the lengths of sequences, which are equal on all ranks.
+    Before the first call of each structure the ranks compare their calls, see `agree`, and find out
+    whether all of them have a backend for each part. In later calls each rank checks only the
+    lengths of sequences, which are equal on all ranks.
 
     Raises:
         ValueError: on all ranks, if context parallel ranks cannot run the call.
@@ -32,10 +37,10 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     context = call.context
     assert context is not None
     structure = _structure(query.dtype, needs, call)
-    known = (structure, None if call.casts is None else call.casts.reduction)
+    known = (structure, None if call.casts is None else call.casts.reduction, environment())
     if known not in context.known:
         if not is_capturing():
-            _meet(context, structure, call)
+            _meet(context, structure, call, _error(query, needs, call))
             context.known.add(known)
             if context.comm_type == "p2p":
                 ring.reserve_memory(query, call, any(needs[:3]))
@@ -94,10 +99,46 @@ def _precision(call: Call) -> str:
     return "calibration for FP8" if call.casts.calibrating else "FP8"
 
 
-def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None:
-    """Raise on all ranks if one of them refuses the call, or if their calls differ."""
+# Where the fields of `Needs` are in `CallPlan.needs`.
+_NEEDS = (0, 1, 2, *[3 + CallTensors._fields.index(name) for name in ("bias", "sink")])
+
+
+def _error(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> str | None:
+    """Why this rank cannot run a call; None if it can."""
+    context = call.context
+    assert context is not None
     refused = refusal(call)
-    error = None if refused is None else refused.text(context.comm_type)
+    if refused is not None:
+        return refused.text(context.comm_type)
+    try:
+        _check_backends(query, Needs(*[needs[i] for i in _NEEDS]), call)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_backends(query: torch.Tensor, needs: Needs, call: Call) -> None:
+    """Raise ValueError if no backend takes the call, or one of its parts.
+
+    Parts differ between ranks. If a rank found this out in the middle of a call, others would wait.
+    """
+    device, dtype, context = query.device, query.dtype, call.context
+    if context is not None and context.heads is not None:
+        call = heads.call_after_exchange(call, device)
+        context = call.context
+    if context is None:
+        choose_inside(device, dtype, needs, call)
+        return
+    if call.casts is not None:
+        casts = call.casts._replace(dtype=dtype_of_parts(query, call, needs))
+        call = call._replace(casts=casts)
+    own = gather if context.comm_type == "all_gather" else ring
+    for part in own.parts(query, call):
+        backend_of(part, dtype, needs, device)
+
+
+def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call, error: str | None) -> None:
+    """Raise on all ranks if one of them has an error, or if their calls differ."""
     facts = dict(zip(_NAMES, structure, strict=True))
     rule = call.shape.rule
     facts["mask"] = mask_name(rule.type)
