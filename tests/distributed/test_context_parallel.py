@@ -261,6 +261,16 @@ def test_backends_are_chosen_for_the_gradients_that_biases_need(two):
         assert learned and all(learned)
 
 
+def test_masks_may_leave_out_leading_dimensions(two):
+    assert all(len(found["masks_of_few_dimensions"]) == 6 for found in two)
+    assert all(all(found["masks_of_few_dimensions"]) for found in two)
+
+
+def test_packed_tokens_of_no_sequence_are_padding(two):
+    for tensors in (found["without_sequences"] for found in two):
+        assert len(tensors) == 12 and not any(x.any() for x in tensors)
+
+
 LENGTHS = {
     "uneven": "lengths divisible by 4 (twice the context parallel ranks), got sequences of [2]",
     "too many": "expected cu_seqlens_q to rise from 0 to at most 24 (the tokens), got [0, 8, 28]",

@@ -1,4 +1,4 @@
-"""How context-parallel ranks choose backends, and what they do if one of them has none."""
+"""What context-parallel ranks refuse before they send anything, and how they choose backends."""
 
 import os
 from datetime import timedelta
@@ -25,13 +25,18 @@ def message(call, *arguments, **keywords):
     """Returns the first line of the error of a call."""
     try:
         call(*arguments, **keywords)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return "no error"
 
 
 def tensors(*shape, sizes=(8, 8, 8)):
     return [torch.ones(*shape, HEADS, size, device=here()) for size in sizes]
+
+
+def ends(*numbers, side=("q", "kv")):
+    found = torch.tensor(numbers, dtype=torch.int32, device=here())
+    return {f"cu_seqlens_{name}": found for name in side}
 
 
 def without_backends(rank):
@@ -54,15 +59,13 @@ def without_backends(rank):
 
 def packed_biases(rank):
     """Returns the errors of biases of packed sequences, whose tokens ranks share unevenly."""
-    ends, found = torch.tensor([0, 4, 24], dtype=torch.int32, device=here()), {}
-    bias = torch.ones(1, 1, 12, 24, device=here())
+    bias, found = torch.ones(1, 1, 12, 24, device=here()), {}
     for comm in ("p2p", "all_gather", "a2a"):
         module = attention(comm, attn_mask_type="padding")
         found[comm] = message(
             *(module, *tensors(12)),
             qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
+            **ends(0, 4, 24),
             core_attention_bias_type="post_scale_bias",
             core_attention_bias=bias,
         )
@@ -90,4 +93,35 @@ def learned_biases(rank):
     return found
 
 
-SCENARIOS = (without_backends, packed_biases, learned_biases)
+def masks_of_few_dimensions(rank):
+    """Returns whether masks without dimensions of queries or keys hide what wider ones hide."""
+    found = []
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = attention(comm, attn_mask_type="arbitrary")
+        inputs = [torch.randn(2, 4, HEADS, 8, device=here()) for _ in range(3)]
+        for hidden in (torch.tensor(False), torch.arange(8) < 3):
+            wide = hidden.expand(1, 1, 4, 8).contiguous().to(here())
+            pair = [module(*inputs, attention_mask=mask) for mask in (hidden.to(here()), wide)]
+            found.append(torch.allclose(*pair))
+    return found
+
+
+def without_sequences(rank):
+    """Returns result and gradients of packed tokens that belong to no sequence."""
+    found = []
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = attention(comm, attn_mask_type="padding_causal")
+        leaves = [x.requires_grad_() for x in tensors(4)]
+        out = module(*leaves, qkv_format="thd", **ends(0))
+        out.sum().backward()
+        found += [out.detach(), *[x.grad for x in leaves]]
+    return found
+
+
+SCENARIOS = (
+    without_backends,
+    packed_biases,
+    learned_biases,
+    masks_of_few_dimensions,
+    without_sequences,
+)

@@ -63,6 +63,8 @@ def rank_order_positions(starts: torch.Tensor, ranks: int, tokens: int) -> torch
     Tokens behind the last sequence (padding) fill the places that are left on each rank.
     """
     starts = starts.to(torch.int64)
+    if starts.shape[0] == 1:  # no sequence: the same as one without tokens
+        starts = starts.expand(2)
     token = torch.arange(tokens, device=starts.device)
     sequence = (torch.searchsorted(starts[:-1], token, right=True) - 1).clamp_(min=0)
     chunk_length = (starts.diff() // (2 * ranks))[sequence].clamp(min=1)

@@ -84,10 +84,12 @@ def lengths_of(
     of `shares` equal shares of each sequence.
     """
     cu_seqlens, starts = sequences.checked(parameter)
-    real = cu_seqlens.to(torch.int64).diff()
     if qkv_format != "thd":
-        return Lengths(real, None, None, tokens, (0, 0), True)
+        return Lengths(cu_seqlens.to(torch.int64).diff(), None, None, tokens, (0, 0), True)
     check_packed(sequences, parameter, ranks, tokens * shares)
+    if cu_seqlens.shape[0] == 1:  # no sequence: the same as one without tokens
+        cu_seqlens, starts = cu_seqlens.expand(2), None
+    real = cu_seqlens.to(torch.int64).diff()
     whole = (cu_seqlens if starts is None else starts).to(torch.int64)
     units = whole.diff() // (2 * ranks)
     begins = whole[:-1] // shares

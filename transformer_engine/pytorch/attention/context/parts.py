@@ -200,7 +200,7 @@ def slice_scores(x: torch.Tensor, queries: Range, key_runs: list[Range]) -> torc
     """
     if x.dim() > 1 and x.shape[-2] > 1:
         x = x.narrow(-2, queries[0], queries[1] - queries[0])
-    if x.shape[-1] > 1:
+    if x.dim() > 0 and x.shape[-1] > 1:
         parts = [x.narrow(-1, first, count) for first, count in key_runs]
         x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return x
