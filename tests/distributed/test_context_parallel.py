@@ -261,6 +261,31 @@ def test_backends_are_chosen_for_the_gradients_that_biases_need(two):
         assert learned and all(learned)
 
 
+MISFITS = {
+    "bias heads": "a core_attention_bias that broadcasts to (2, 4, 4, 8)",
+    "bias batch": "a core_attention_bias that broadcasts to (2, 4, 4, 8)",
+    "mask heads": "an attention_mask that broadcasts to (2, 4, 4, 8)",
+    "no mask": "expected attention_mask for the mask type 'arbitrary', got None",
+    "float": "TypeError: [attention] expected attention_mask of dtype torch.bool",
+    "padding": "the query padding mask in attention_mask of shape (2, 1, 1, 4), got (3, 1, 1, 4)",
+    "batch": "cu_seqlens_q and cu_seqlens_kv of shape (3,), got (4,) and (4,)",
+    "long": "cu_seqlens_q of sequences of at most 8 tokens, got the lengths [9, 3]",
+    "falling": "cu_seqlens_q to rise from 0, got [0, 5, 4]",
+    "packed batch": "cu_seqlens_q and cu_seqlens_kv of equal shape, got batches of 2 and 1",
+    "slopes": "alibi_slopes of shape (4,) or (2, 4), got (3,)",
+}
+NOT_TAKEN = {"padding": "expected cu_seqlens_q and cu_seqlens_kv", "slopes": "expected no ALiBi"}
+
+
+def test_tensors_that_do_not_fit_are_refused_on_all_ranks(two):
+    first, second = (found["misfits_are_refused"] for found in two)
+    assert first == second and len(first) == 3 * len(MISFITS)
+    for name, (text, later) in first.items():
+        kind, _, comm = name.rpartition(" ")
+        assert (MISFITS if comm == "a2a" else MISFITS | NOT_TAKEN)[kind] in text, name
+        assert later == "no error", name
+
+
 def test_masks_may_leave_out_leading_dimensions(two):
     assert all(len(found["masks_of_few_dimensions"]) == 6 for found in two)
     assert all(all(found["masks_of_few_dimensions"]) for found in two)

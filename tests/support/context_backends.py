@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -93,6 +94,48 @@ def learned_biases(rank):
     return found
 
 
+def misfits():
+    """Returns arguments that do not fit queries `[2, 4, 4, 8]` of each of two ranks, by name."""
+    mask = partial(torch.zeros, dtype=torch.bool, device=here())
+    bias = {"core_attention_bias_type": "post_scale_bias"}
+    padding, arbitrary = {"attn_mask_type": "padding"}, {"attn_mask_type": "arbitrary"}
+    packed = padding | {"qkv_format": "thd"}
+    return {
+        "bias heads": bias | {"core_attention_bias": torch.ones(1, 3, 4, 8, device=here())},
+        "bias batch": bias | {"core_attention_bias": torch.ones(3, 4, 4, 8, device=here())},
+        "mask heads": arbitrary | {"attention_mask": mask(1, 3, 4, 8)},
+        "no mask": arbitrary,
+        "float": arbitrary | {"attention_mask": mask(1, 1, 4, 8).float()},
+        "padding": padding | {"attention_mask": mask(3, 1, 1, 4)},
+        "batch": padding | ends(0, 2, 4, 6),
+        "long": padding | ends(0, 9, 12),
+        "falling": padding | ends(0, 5, 4),
+        "packed batch": packed | ends(0, 4, 16, side=("q",)) | ends(0, 16, side=("kv",)),
+        "slopes": {
+            "core_attention_bias_type": "alibi",
+            "alibi_slopes": torch.ones(3, device=here()),
+        },
+    }
+
+
+def misfits_are_refused(rank):
+    """Returns the error of each call in `misfits`, and that of a call that follows.
+
+    The calls follow one whose mask or bias has the same shape. The group would time out after five
+    seconds.
+    """
+    group, found = dist.new_group([0, 1], timeout=timedelta(seconds=5)), {}
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = attention(comm, group, attn_mask_type="no_mask")
+        fits = torch.zeros(1, 1, 4, 8, dtype=torch.bool, device=here())
+        module(*tensors(2, 4), attn_mask_type="arbitrary", attention_mask=fits)
+        for name, arguments in misfits().items():
+            inputs = tensors(8) if name.startswith("packed") else tensors(2, 4)
+            later = partial(message, module, *tensors(2, 4))
+            found[f"{name} {comm}"] = message(module, *inputs, **arguments), later()
+    return found
+
+
 def masks_of_few_dimensions(rank):
     """Returns whether masks without dimensions of queries or keys hide what wider ones hide."""
     found = []
@@ -122,6 +165,7 @@ SCENARIOS = (
     without_backends,
     packed_biases,
     learned_biases,
+    misfits_are_refused,
     masks_of_few_dimensions,
     without_sequences,
 )

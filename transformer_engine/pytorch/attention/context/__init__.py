@@ -7,6 +7,7 @@ results are merged by their log-sum-exp.
 
     group.py         the ranks, and which calls they refuse
     schemes.py       the choice among ring, gather and heads
+    tensors.py       checks of masks, biases and sequences before anything is sent
     score_blocks.py  which queries see which keys, as blocks of the score matrix; only integers
     lengths.py       sequences of a part: lengths without padding, and positions in memory
     parts.py         forward and backward of a part

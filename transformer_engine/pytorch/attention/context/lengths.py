@@ -85,6 +85,7 @@ def lengths_of(
     """
     cu_seqlens, starts = sequences.checked(parameter)
     if qkv_format != "thd":
+        formats.check_lengths(tokens * shares, cu_seqlens, parameter)
         return Lengths(cu_seqlens.to(torch.int64).diff(), None, None, tokens, (0, 0), True)
     check_packed(sequences, parameter, ranks, tokens * shares)
     if cu_seqlens.shape[0] == 1:  # no sequence: the same as one without tokens

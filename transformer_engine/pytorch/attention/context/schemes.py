@@ -16,6 +16,7 @@ from transformer_engine.pytorch.attention.context.group import (
     refusal_of_lengths,
 )
 from transformer_engine.pytorch.attention.context.parts import backend_of
+from transformer_engine.pytorch.attention.context.tensors import check_tensors_of_call
 from transformer_engine.pytorch.attention.core.call import Call, CallTensors
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_name
@@ -54,8 +55,8 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
 _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens"),
-    *("mask shape", "bias", "bias shape", "learned bias", "scale", "dropout", "softmax", "lengths"),
-    *("communication", "gradients", "precision"),
+    *("mask shape", "mask dtype", "bias", "bias shape", "learned bias", "shape of alibi_slopes"),
+    *("scale", "dropout", "softmax", "lengths", "communication", "gradients", "precision"),
 )
 
 
@@ -73,9 +74,11 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         *(shape.heads, shape.groups, shape.key_size, shape.value_size),
         *(shape.batch, shape.queries, shape.keys),
         _sizes(call.attention_mask) if masked else None,
+        _dtypes(call.attention_mask) if masked else None,
         bias.type,
         _sizes(bias.tensor),
         bias.tensor is not None and bias.tensor.requires_grad,
+        _sizes(bias.slopes),
         call.scale,
         call.dropout.p,
         call.sink.type,
@@ -91,6 +94,13 @@ def _sizes(x: Any) -> Any:
     if isinstance(x, tuple | list):
         return tuple([_sizes(one) for one in x])
     return tuple(x.shape) if isinstance(x, torch.Tensor) else None
+
+
+def _dtypes(x: Any) -> Any:
+    """The dtype of a mask, or the dtypes of a pair of masks; None for None."""
+    if isinstance(x, tuple | list):
+        return tuple([_dtypes(one) for one in x])
+    return getattr(x, "dtype", None)
 
 
 def _precision(call: Call) -> str:
@@ -111,6 +121,7 @@ def _error(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> str | No
     if refused is not None:
         return refused.text(context.comm_type)
     try:
+        check_tensors_of_call(call)
         _check_backends(query, Needs(*[needs[i] for i in _NEEDS]), call)
     except ValueError as error:
         return str(error)
