@@ -286,6 +286,25 @@ def test_tensors_that_do_not_fit_are_refused_on_all_ranks(two):
         assert later == "no error", name
 
 
+DISAGREEMENTS = {
+    "lengths": "RuntimeError: [DotProductAttention] expected ranks that do the same, got"
+    " cu_seqlens_q [0, 3, 5] (rank 0), [0, 4, 5] (rank 1); cu_seqlens_kv",
+    "long": "ValueError: [attention] expected cu_seqlens_q of sequences of at most 8 tokens",
+    "uneven": "ValueError: [attention] expected cu_seqlens_q with lengths divisible by 4",
+    "mask": "Error: [attention] expected attention_mask of dtype torch.bool",
+    "bias": "expected ranks that do the same, got bias dtype torch.float32 (rank 0), torch.float16",
+}
+
+
+def test_tensors_that_fit_on_one_rank_alone_are_refused_on_all(two):
+    for rank, found in enumerate(two):
+        assert len(found["disagreements_on_tensors"]) == 3 * len(DISAGREEMENTS)
+        for name, (text, later) in found["disagreements_on_tensors"].items():
+            assert DISAGREEMENTS[name.split()[0]] in text and later == "no error", name
+            kind = ("ValueError", "TypeError")[rank]
+            assert text.startswith(kind) or not name.startswith("mask"), text
+
+
 def test_masks_may_leave_out_leading_dimensions(two):
     assert all(len(found["masks_of_few_dimensions"]) == 6 for found in two)
     assert all(all(found["masks_of_few_dimensions"]) for found in two)

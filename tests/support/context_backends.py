@@ -136,6 +136,36 @@ def misfits_are_refused(rank):
     return found
 
 
+def disagreements_on_tensors(rank):
+    """Returns errors of calls with lengths, masks and biases that fit on the first rank alone.
+
+    Each entry also has the error of a call that follows.
+    """
+    mask = torch.zeros(1, 1, 4, 8, dtype=torch.bool, device=here())
+    bias, padding = torch.zeros(1, 1, 4, 8, device=here()), {"attn_mask_type": "padding"}
+    packed = padding | {"qkv_format": "thd"}
+    pairs = {
+        "lengths": (padding | ends(0, 3, 5), padding | ends(0, 4, 5)),
+        "long": (padding | ends(0, 3, 5), padding | ends(0, 9, 11)),
+        "uneven": (packed | ends(0, 8, 16), packed | ends(0, 6, 16)),
+        "mask": [
+            {"attn_mask_type": "arbitrary", "attention_mask": x} for x in (mask, mask.float())
+        ],
+        "bias": [
+            {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": x}
+            for x in (bias, bias.half())
+        ],
+    }
+    group, found = dist.new_group([0, 1], timeout=timedelta(seconds=5)), {}
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = attention(comm, group, attn_mask_type="no_mask")
+        for name, pair in pairs.items():
+            inputs = tensors(8) if name == "uneven" else tensors(2, 4)
+            text = message(module, *inputs, **pair[rank])
+            found[f"{name} {comm}"] = text, message(module, *tensors(2, 4))
+    return found
+
+
 def masks_of_few_dimensions(rank):
     """Returns whether masks without dimensions of queries or keys hide what wider ones hide."""
     found = []
@@ -166,6 +196,7 @@ SCENARIOS = (
     packed_biases,
     learned_biases,
     misfits_are_refused,
+    disagreements_on_tensors,
     masks_of_few_dimensions,
     without_sequences,
 )

@@ -16,7 +16,10 @@ from transformer_engine.pytorch.attention.context.group import (
     refusal_of_lengths,
 )
 from transformer_engine.pytorch.attention.context.parts import backend_of
-from transformer_engine.pytorch.attention.context.tensors import check_tensors_of_call
+from transformer_engine.pytorch.attention.context.tensors import (
+    check_tensors_of_call,
+    values_of_lengths,
+)
 from transformer_engine.pytorch.attention.core.call import Call, CallTensors
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_name
@@ -29,7 +32,7 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
 
     Before the first call of each structure the ranks compare their calls, see `agree`, and find out
     whether all of them have a backend for each part. In later calls each rank checks only the
-    lengths of sequences, which are equal on all ranks.
+    lengths of sequences, which must be equal on all ranks.
 
     Raises:
         ValueError: on all ranks, if context parallel ranks cannot run the call.
@@ -55,8 +58,17 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
 _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens"),
-    *("mask shape", "mask dtype", "bias", "bias shape", "learned bias", "shape of alibi_slopes"),
-    *("scale", "dropout", "softmax", "lengths", "communication", "gradients", "precision"),
+    *("mask shape", "mask dtype", "bias", "bias shape", "bias dtype", "learned bias"),
+    *(
+        "shape of alibi_slopes",
+        "scale",
+        "dropout",
+        "softmax",
+        "lengths",
+        "communication",
+        "gradients",
+        "precision",
+    ),
 )
 
 
@@ -77,6 +89,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         _dtypes(call.attention_mask) if masked else None,
         bias.type,
         _sizes(bias.tensor),
+        _dtypes(bias.tensor),
         bias.tensor is not None and bias.tensor.requires_grad,
         _sizes(bias.slopes),
         call.scale,
@@ -97,7 +110,7 @@ def _sizes(x: Any) -> Any:
 
 
 def _dtypes(x: Any) -> Any:
-    """The dtype of a mask, or the dtypes of a pair of masks; None for None."""
+    """The dtype of a mask or bias, or the dtypes of a pair of masks; None for None."""
     if isinstance(x, tuple | list):
         return tuple([_dtypes(one) for one in x])
     return getattr(x, "dtype", None)
@@ -113,18 +126,18 @@ def _precision(call: Call) -> str:
 _NEEDS = (0, 1, 2, *[3 + CallTensors._fields.index(name) for name in ("bias", "sink")])
 
 
-def _error(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> str | None:
-    """Why this rank cannot run a call; None if it can."""
+def _error(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Exception | None:
+    """The error of this rank for a call that it cannot run; None if it can."""
     context = call.context
     assert context is not None
     refused = refusal(call)
     if refused is not None:
-        return refused.text(context.comm_type)
+        return ValueError(refused.text(context.comm_type))
     try:
         check_tensors_of_call(call)
         _check_backends(query, Needs(*[needs[i] for i in _NEEDS]), call)
-    except ValueError as error:
-        return str(error)
+    except (ValueError, TypeError) as error:
+        return error
     return None
 
 
@@ -148,11 +161,21 @@ def _check_backends(query: torch.Tensor, needs: Needs, call: Call) -> None:
         backend_of(part, dtype, needs, device)
 
 
-def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call, error: str | None) -> None:
+def _meet(
+    context: ContextGroup, structure: tuple[Any, ...], call: Call, error: Exception | None
+) -> None:
     """Raise on all ranks if one of them has an error, or if their calls differ."""
     facts = dict(zip(_NAMES, structure, strict=True))
+    if error is None:
+        facts |= values_of_lengths(call)
     rule = call.shape.rule
     facts["mask"] = mask_name(rule.type)
     facts["window"] = (rule.left, rule.right)
     groups = [group for group in (context.heads, context.group) if group is not None]
-    agree("DotProductAttention", groups, "a call of attention", facts, error)
+    text = None if error is None else str(error)
+    try:
+        agree("DotProductAttention", groups, "a call of attention", facts, text)
+    except ValueError:
+        if isinstance(error, TypeError):
+            raise error from None
+        raise
