@@ -43,7 +43,11 @@ class Emulated(Graphed):
     def _forward(self) -> None:
         module = vars(self.subject.module or self)
         replaced = module.pop("forward", None)  # by what replays this
-        with autocast_stack().resumed(self.settings.scope), torch.enable_grad():
+        with (
+            autocast_stack().resumed(self.settings.scope),
+            torch.enable_grad(),
+            _weights_of_graphs(self.subject),
+        ):
             self.fresh = self.run()
         if replaced is not None:
             module["forward"] = replaced
@@ -95,13 +99,30 @@ def graphs(
                 subject.weights.body = lambda subject=subject: _cast(subject, wanted)
         for index, forward in plan.steps():
             (made[index].capture_forward if forward else made[index].capture_backward)()
+        for subject in subjects:
+            subject.drop_weights()
     return made
 
 
+@contextmanager
+def _weights_of_graphs(subject: Subject):
+    """Lets layers read the memory of the capture, whatever eager calls have cached."""
+    found = [(module.chain.matmuls[i], own) for module, i, own in subject.cached_weights]
+    before = [stage.cached_weight for stage, _ in found]
+    for stage, own in found:
+        stage.cached_weight = own
+    yield
+    for (stage, _), other in zip(found, before, strict=True):
+        stage.cached_weight = other
+
+
 def _cast(subject: Subject, wanted: Scope) -> None:
-    with autocast_stack().resumed(wanted):
+    """Casts the weights into the memory of the capture."""
+    with autocast_stack().resumed(wanted), _weights_of_graphs(subject):
         for module in subject.ours:
             module.renew_weights()
+        for module, i, own in subject.cached_weights:
+            own.take(module.chain.matmuls[i].cached_weight)
 
 
 def sample(rows: int = 16) -> torch.Tensor:

@@ -35,6 +35,22 @@ class CachedWeight(NamedTuple):
     operands: Operands
     tensors: tuple[torch.Tensor | None, ...]
 
+    def can_take(self, other: CachedWeight | None) -> bool:
+        """Whether `other` has all that this one has, cast alike."""
+        if other is None or other.key != self.key:
+            return False
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return not any([own is not None and new is None for own, new in pairs])
+
+    def take(self, other: CachedWeight) -> None:
+        """Copy `other` to the memory of this one."""
+        if other is self:
+            return
+        with torch.no_grad():
+            for own, new in zip(self.tensors, other.tensors, strict=True):
+                if own is not None and new is not None:
+                    own.copy_(new)
+
 
 def unpacked(weight: Any) -> tuple[torch.Tensor, Operands | None]:
     """A weight, and its operands if it has been cast before."""

@@ -328,6 +328,8 @@ def _capture(
                 graphs[graph].capture_forward()
             else:
                 graphs[graph].capture_backward()
+    for subject in subjects:
+        subject.drop_weights()
     # torch fills the seeds of a capture on its stream, and those of a replay on the current one.
     torch.cuda.synchronize()
 

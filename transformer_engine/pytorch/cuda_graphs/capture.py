@@ -88,8 +88,5 @@ def capture_weights(subject: Subject, settings: Settings) -> None:
     subject.weights = torch.cuda.CUDAGraph()
     own = replace(settings, pool=torch.cuda.graph_pool_handle())
     with capture_into(own, subject, "cast of weights", subject.weights):
-        for module in subject.ours:
-            module.renew_weights()
-    subject.cached_weights = [
-        stage.cached_weight for m in subject.ours for stage in m.chain.matmuls
-    ]
+        renewed = [(module, i) for module in subject.ours for i in module.renew_weights()]
+    subject.cached_weights = [(m, i, m.chain.matmuls[i].cached_weight) for m, i in renewed]

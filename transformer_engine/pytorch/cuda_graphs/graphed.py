@@ -204,8 +204,7 @@ class Graphed:
         subject.check_states()
         enter(scope)
         try:
-            if first and subject.weights is not None:
-                subject.weights.replay()
+            subject.update_weights(first)
             for p in self.fused if first else ():
                 p.main_grad.zero_()
             stack, step = autocast_stack(), None

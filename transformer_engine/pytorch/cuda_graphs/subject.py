@@ -37,7 +37,8 @@ class Subject:
         self.forward = function if self.module is None else self.module.forward
         self.takes_first = _takes_first(self.forward, self.module is None)
         self.weights: torch.cuda.CUDAGraph | None = None  # casts weights to where graphs read them
-        self.cached_weights: list[Any] = []  # keeps that memory alive
+        # That memory, with the module and the number of the GEMM that each weight belongs to.
+        self.cached_weights: list[tuple[TransformerEngineBaseModule, int, Any]] = []
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
     def parameters(self, requires_grad: bool) -> tuple[nn.Parameter, ...]:
@@ -69,6 +70,27 @@ class Subject:
         finally:
             for module in self.ours:
                 vars(module).pop("first_microbatch", None)
+
+    def update_weights(self, first_microbatch: bool) -> None:
+        """Let the graphs read the weights that an eager call would read now.
+
+        The modules then share the memory of the graphs, so that eager calls read it, too.
+        """
+        if self.weights is None:
+            return
+        found = [(m.chain.matmuls[i], own) for m, i, own in self.cached_weights]
+        if first_microbatch or not all([own.can_take(s.cached_weight) for s, own in found]):
+            self.weights.replay()
+        else:
+            for stage, own in found:
+                own.take(stage.cached_weight)
+        for stage, own in found:
+            stage.cached_weight = own
+
+    def drop_weights(self) -> None:
+        """Drop what warm-ups and captures have cached: a capture computes no values."""
+        for module, i, _ in self.cached_weights:
+            module.chain.matmuls[i].cached_weight = None
 
     def record_states(self) -> None:
         """Remember the FP8 states, whose addresses the graphs hold."""

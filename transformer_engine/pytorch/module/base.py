@@ -135,16 +135,22 @@ class TransformerEngineBaseModule(
         """The weights of the GEMMs; a weight in several parameters is put together."""
         raise NotImplementedError
 
-    def renew_weights(self) -> None:
-        """Cast the cached weights again, which calls with `is_first_microbatch=False` read."""
+    def renew_weights(self) -> list[int]:
+        """Cast the cached weights again, which calls with `is_first_microbatch=False` read.
+
+        Returns the numbers of their GEMMs.
+        """
         number = autocast_stack().scope.number
         plans = [p for k, p in self._plans.items() if k[0] == number]
         plans = [p for p in plans if p.first_microbatch is False]
+        renewed = []
         for plan in sorted(plans, key=lambda plan: plan.requires_grad)[-1:]:
             weights = self._weights()
             for stage, own in plan.caching:
                 assert isinstance(stage, Matmul)
                 stage.renew(weights[stage.index].contiguous(), own)
+                renewed.append(stage.index)
+        return renewed
 
     def _call(
         self,
