@@ -86,6 +86,27 @@ def test_rates_are_numbers(rate):
         RATES[rate]("0.1")
 
 
+EPS = {
+    "LayerNorm": te.LayerNorm,
+    "RMSNorm": te.RMSNorm,
+    "L2Normalization": lambda size, eps: te.ops.L2Normalization(eps=eps),
+    "LayerNormLinear": lambda size, eps: te.LayerNormLinear(size, size, eps=eps, device="cpu"),
+    "LayerNormMLP": lambda size, eps: te.LayerNormMLP(size, size, eps=eps, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", EPS)
+def test_eps_is_not_negative(kind):
+    module = EPS[kind](32, eps=0.0)
+    for wrong in (-1e-5, float("nan")):
+        text = rf"^\[{kind}\] expected eps of 0 or more, got {wrong}"
+        with pytest.raises(ValueError, match=text):
+            EPS[kind](32, eps=wrong)
+        with pytest.raises(ValueError, match=text):
+            module.eps = wrong
+        assert module.eps == 0.0
+
+
 def test_initialisers_are_functions():
     text = r"^\[Linear\] expected a function that initialises weight, got 'normal' \(layer fc\)$"
     with pytest.raises(TypeError, match=text):

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
+from transformer_engine.pytorch.module.norms import checked_eps
 from transformer_engine.pytorch.module.settings import setting
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
@@ -27,11 +28,15 @@ class L2Normalization(SingleStageModule):
         hidden_size: size of the last axis.
         eps: added to the sum of squares.
 
+    Raises:
+        TypeError: `eps` is not a number.
+        ValueError: it is below 0.
+
     >>> L2Normalization(8)(torch.randn(2, 8)).norm(dim=-1).round(decimals=4)
     tensor([1., 1.])
     """
 
-    eps: float = setting()
+    eps: float = setting(checked_eps)
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

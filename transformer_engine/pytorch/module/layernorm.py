@@ -24,7 +24,7 @@ class LayerNorm(NormModule):
             True.
 
     Raises:
-        ValueError: not exactly one of `hidden_size` and `normalized_shape`.
+        ValueError: not exactly one of `hidden_size` and `normalized_shape`; a negative `eps`.
         NotImplementedError: sizes of several axes; a norm without parameters.
 
     >>> import torch

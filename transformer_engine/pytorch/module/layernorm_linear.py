@@ -72,7 +72,7 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: invalid sizes, splits, modes, norms or devices.
+        ValueError: invalid sizes, splits, modes, norms or devices; a negative `eps`.
         TypeError: unknown arguments; sizes, dtypes, devices, names or functions of other types.
         RuntimeError: a GPU that torch does not see.
         NotImplementedError: `parallel_mode="row"`.

@@ -94,7 +94,7 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: invalid norms, sizes, devices or parameters of activations.
+        ValueError: invalid norms, sizes, devices or parameters of activations; a negative `eps`.
         TypeError: unknown arguments; sizes, numbers, dtypes, devices, names or functions of other
             types.
         RuntimeError: a GPU that torch does not see.

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.module.arguments import (
     check_numbers,
     check_sizes,
+    in_layer,
     refuse_keywords,
 )
 from transformer_engine.pytorch.module.inputs import check_device, check_features, refuse_dtype
@@ -56,8 +57,11 @@ def check_normalization(kind: str, module: str) -> str:
 
 
 def checked_eps(module: Any, eps: float) -> float:
-    """Return the value of a setting `eps`; raise TypeError unless it is a number."""
-    check_numbers(type(module).__name__, getattr(module, "name", None), eps=eps)
+    """Return a setting `eps`; raise TypeError unless it is a number, ValueError below 0."""
+    kind, layer = type(module).__name__, getattr(module, "name", None)
+    check_numbers(kind, layer, eps=eps)
+    if not eps >= 0.0:  # as for NaN
+        raise ValueError(f"[{kind}] expected eps of 0 or more, got {eps}{in_layer(layer)}")
     return eps
 
 

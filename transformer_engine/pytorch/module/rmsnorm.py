@@ -23,7 +23,7 @@ class RMSNorm(NormModule):
         others: `sm_margin` has no effect; `elementwise_affine` of torch's norm may be True.
 
     Raises:
-        ValueError: not exactly one of `hidden_size` and `normalized_shape`.
+        ValueError: not exactly one of `hidden_size` and `normalized_shape`; a negative `eps`.
         NotImplementedError: sizes of several axes; a norm without parameters.
 
     >>> import torch

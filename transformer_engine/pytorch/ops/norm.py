@@ -31,6 +31,7 @@ class L2Normalization(HasSettings, FusibleOperation):
 
     Raises:
         TypeError: `eps` is not a number.
+        ValueError: it is below 0.
 
     >>> L2Normalization()(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
