@@ -48,6 +48,8 @@ def test_rows_of_a_mask(kind, row_count, device):
 def test_rows_of_indices(rows, device):
     x, _, _ = problem(device)
     indices = torch.randint(EXPERTS, (TOKENS, 2), device=device, dtype=torch.int32)
+    if rows > 0:  # as Megatron marks tokens of experts that are full
+        indices[3] = torch.iinfo(torch.int32).max
     out, row_id_map = moe_permute(x, indices, rows, map_type="index")
     order = [(e, t, k) for e in range(EXPERTS) for t in range(TOKENS) for k in range(2)]
     order = [(e, t, k) for e, t, k in order if indices[t, k] == e]
@@ -171,6 +173,11 @@ ERRORS = {
         lambda: moe_permute(X, MASK, map_type="index"),
         TypeError,
         "int32 or int64 with 'index', got torch.bool",
+    ),
+    "a negative index": (
+        lambda: moe_permute(X, torch.arange(-1, 8)[:, None], map_type="index"),
+        ValueError,
+        "numbers of experts of 0 or more, got -1",
     ),
     "tokens of the map": (lambda: moe_permute(X, MASK[1:]), ValueError, "of 9 tokens, got (8, 4)"),
     "number of rows": (

@@ -40,7 +40,8 @@ def moe_permute(
     Args:
         inp: `[tokens, hidden]`.
         routing_map: with `map_type="mask"`, bool or 0 and 1 `[tokens, experts]`; with `"index"`,
-            numbers of experts `[tokens, topk]`.
+            numbers of experts `[tokens, topk]`; a number above those of all experts puts its row
+            last, where `num_out_tokens` may leave it out.
         num_out_tokens: number of rows. With a mask it must be the number of ones; with indices,
             further rows are left out. None or below 1: all; with a mask the host waits for them.
         max_token_num: has no effect.
@@ -51,7 +52,7 @@ def moe_permute(
 
     Raises:
         ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a mask of other values
-            than 0 and 1, or `num_out_tokens` other than the number of ones.
+            than 0 and 1, `num_out_tokens` other than the number of ones, or negative indices.
         TypeError: an input in FP8; arguments that are not tensors; indices of another dtype than
             int32 or int64; `num_out_tokens` that is not an int.
 
@@ -280,6 +281,12 @@ def _row_id_map(
         if routing_map.dtype not in (torch.int32, torch.int64):
             got = routing_map.dtype
             raise TypeError(f"[moe_permute] expected int32 or int64 with 'index', got {got}")
+        if can_read(routing_map) and bool((routing_map < 0).any()):
+            raise ValueError(
+                "[moe_permute] expected numbers of experts of 0 or more, got"
+                f" {routing_map.min().item()}, whose rows would come first; to leave rows out, give"
+                " them a number above those of all experts, and num_out_tokens"
+            )
         places = routing_map.flatten().argsort(stable=True)[: rows if known_rows else None]
         return torch.stack([places // columns, places % columns], 1)
     chosen = routing_map.bool()
