@@ -76,6 +76,18 @@ def check_tracker(op: str, get: object, layer: str = "") -> None:
     )
 
 
+def tracker_from(op: str, get: Any, *methods: str, layer: str = "") -> Any:
+    """The tracker, or None, that `get` returns; raise TypeError unless it has these methods."""
+    tracker = None if get is None else get()
+    if tracker is None or all([hasattr(tracker, method) for method in methods]):
+        return tracker
+    where = f" (layer {layer})" if layer else ""
+    raise TypeError(
+        f"[{op}] expected get_rng_state_tracker to return a tracker, with {' and '.join(methods)},"
+        f" got a {type(tracker).__name__}{where}"
+    )
+
+
 class CudaRNGStatesTracker:
     """Keeps random number states by name, and runs parts of a model under one of them.
 

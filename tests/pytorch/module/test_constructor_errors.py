@@ -145,6 +145,18 @@ def test_trackers_come_from_functions(kind):
         kind(32, 32, get_rng_state_tracker=tracker, name="fc")
 
 
+def test_functions_return_trackers():
+    text = "expected get_rng_state_tracker to return a tracker, with fork, got a int"
+    with pytest.raises(TypeError, match=rf"^\[weight\] {text}$"):
+        te.Linear(32, 32, get_rng_state_tracker=lambda: 3, **CPU)
+    attention = te.DotProductAttention(
+        2, 16, attention_dropout=0.5, get_rng_state_tracker=lambda: 3, name="fc"
+    )
+    with pytest.raises(TypeError, match=rf"^\[attention\] {text} \(layer fc\)$"):
+        attention(*torch.ones(3, 4, 1, 2, 16))
+    attention.eval()(*torch.ones(3, 4, 1, 2, 16))
+
+
 GROUPS = {
     "amax_reduction_group": lambda x: te.autocast(amax_reduction_group=x),
     "fp8_group": lambda x: te.fp8_autocast(fp8_group=x),

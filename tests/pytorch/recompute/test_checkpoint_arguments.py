@@ -162,6 +162,8 @@ def test_errors() -> None:
     tracker = te.CudaRNGStatesTracker(device="cpu")
     with pytest.raises(TypeError, match=r"^\[checkpoint\] expected get_rng.*lambda: tracker\?$"):
         te.checkpoint(layer, x, get_rng_state_tracker=tracker)
+    with pytest.raises(TypeError, match=r"^\[checkpoint\] .* to return a tracker, .* got a int$"):
+        te.checkpoint(layer, x, get_rng_state_tracker=lambda: 3)
     with pytest.raises(RuntimeError, match="use_reentrant"):
         torch.autograd.grad(te.checkpoint(layer, x).sum(), x)
 

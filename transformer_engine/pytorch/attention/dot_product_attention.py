@@ -55,7 +55,7 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parallel_mode import value_for_each_head
 from transformer_engine.pytorch.module.parameters import HasParameters, ParameterSet
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
-from transformer_engine.pytorch.rng import check_tracker
+from transformer_engine.pytorch.rng import check_tracker, tracker_from
 
 _OF_MORE = {"fp8_output", "inference_params"}
 
@@ -383,9 +383,9 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
 
     def _tracker(self) -> Any:
         """The tracker that dropout draws from; None for torch's generator."""
-        if self.get_rng_state_tracker is None or self.sequence_parallel:
+        if self.sequence_parallel:
             return None
-        return self.get_rng_state_tracker()
+        return tracker_from("attention", self.get_rng_state_tracker, "fork", layer=self.name)
 
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""

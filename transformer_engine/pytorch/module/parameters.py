@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes, in_layer
 from transformer_engine.pytorch.parallel.shards import Shard
-from transformer_engine.pytorch.rng import CudaRNGStatesTracker, check_tracker
+from transformer_engine.pytorch.rng import CudaRNGStatesTracker, check_tracker, tracker_from
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.attributes import attributes_beside
 from transformer_engine.pytorch.tensor.shards import piece_of
@@ -118,7 +118,7 @@ class ParameterSet:
             module._parameters[spec.name] = _with_attributes(fp8_parameter, spec)
 
     def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
-        tracker = self._tracker() if spec.tracked and self._tracker is not None else None
+        tracker = tracker_from(spec.name, self._tracker, "fork") if spec.tracked else None
         with torch.no_grad(), nullcontext() if tracker is None else tracker.fork():
             rank = None if spec.shard is None else spec.shard.ranks.rank
             if spec.shard is None or rank is None or not _draws_whole(tracker):

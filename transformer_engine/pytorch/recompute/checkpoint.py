@@ -23,7 +23,7 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.collectives import gather_into
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
-from transformer_engine.pytorch.rng import StatesOf, check_tracker, snapshot
+from transformer_engine.pytorch.rng import StatesOf, check_tracker, snapshot, tracker_from
 
 
 def checkpoint(
@@ -69,7 +69,8 @@ def checkpoint(
         RuntimeError: `distribute_saved_activations` without `torch.distributed`; in the backward,
             `function` does something else than before, or the mode does not support the call; in a
             CUDA graph capture with `preserve_rng_state`.
-        TypeError: `function` or `get_rng_state_tracker` is not callable.
+        TypeError: `function` or `get_rng_state_tracker` is not callable, or the latter returns no
+            tracker.
         NotImplementedError: `distribute_saved_activations` in reentrant mode or
             `get_rng_state_tracker`, inside of compiled code.
 
@@ -106,7 +107,7 @@ def checkpoint(
     random: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if not torch.is_grad_enabled():
         return function(*args, **_split(kwargs, use_reentrant)[0])
-    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+    tracker = tracker_from("checkpoint", get_rng_state_tracker, "get_states", "set_states")
     ours = not isinstance(function, nn.Module) or any(
         isinstance(module, ScaledModule) for module in function.modules()
     )
