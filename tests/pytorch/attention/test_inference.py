@@ -274,7 +274,18 @@ def test_bad_arguments():
         attention(query, key, key, inference_params=params)
     with pytest.raises(ValueError, match=r"keys and values of 2 new tokens of \(2, 8\), got"):
         attention(query[:, :1], key[:, :1], key[:, :1], inference_params=params)
-    packed = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="thd")
+    params = te.InferenceParams(2, 8, 2, 8, torch.float32, qkv_format="thd", max_ctx_len=2)
+    params.pre_step({"a": 2, "b": 1})
+    packed = te.DotProductAttention(
+        4, 8, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    tokens = query.new_ones(5, 4, 8), *key.new_ones(2, 5, 2, 8)
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        starts = {name: torch.tensor([0, 3, 5], dtype=torch.int32)}
+        with pytest.raises(ValueError, match=rf"gaps, {name} of \[0, 2, 3\] as .* \[0, 3, 5\]"):
+            packed(*tokens, inference_params=params, **starts)
+        starts[name] = torch.tensor([0, 2, 3], dtype=torch.int32)
+        packed(*tokens, inference_params=params, **starts)
     with pytest.raises(ValueError, match="expected qkv_format sbhd or bshd"):
         packed(query[0], key[0], key[0], inference_params=te.InferenceParams(2, 8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformer_engine.pytorch.attention.masks.masks import (
     mask_rule,
 )
 from transformer_engine.pytorch.attention.masks.masks import mask_type as known_mask_type
+from transformer_engine.pytorch.module.inputs import can_read
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -94,6 +96,7 @@ def with_cache(
             key_sequences=step.key_sequences,
         )
         return (query, key, value), own, None
+    _check_without_gaps(own, params)
     named = CachedStep(params, *new, own.qkv_format)
     if named.kind == "fixed" and named.query_sequences.longest == 1 and not any_window:
         mask_type = "padding" if known_mask_type(mask_type).padding else mask_type
@@ -104,6 +107,20 @@ def with_cache(
         key_sequences=named.key_sequences,
     )
     return named.batch_first(query, mask_type), own, named
+
+
+def _check_without_gaps(own: CallArguments, params: InferenceParams) -> None:
+    """Raise ValueError for gaps between new tokens of `thd`, where the host can read the starts."""
+    assert params.cache_manager is not None
+    ends = [0, *accumulate(params.cache_manager.new)]
+    sides = {"q": own.query_sequences, "kv": own.key_sequences}
+    for side, sequences in sides.items() if own.qkv_format == "thd" else ():
+        starts = sequences.cu_seqlens_padded
+        if starts is not None and can_read(starts) and starts[: len(ends)].tolist() != ends:
+            raise ValueError(
+                f"[InferenceParams] expected new tokens without gaps, cu_seqlens_{side}_padded of"
+                f" {ends} as pre_step says, got {starts.tolist()}"
+            )
 
 
 class CachedStep:

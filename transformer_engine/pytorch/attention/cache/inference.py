@@ -324,7 +324,8 @@ class InferenceParams:
 
         Sequences that are not named have ended, and free their memory; new names start sequences. A
         sequence with 0 new tokens waits for a later step. The batch of the step consists of the
-        sequences in the cache, in the same order as before, and the new ones after them.
+        sequences in the cache, in the same order as before, and the new ones after them. In calls
+        of layers these numbers replace `cu_seqlens` and padding masks, which have no effect.
 
         Raises:
             ValueError: more sequences or tokens than there is room for.
