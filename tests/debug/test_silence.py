@@ -134,3 +134,24 @@ def test_a_backward_after_its_step_belongs_to_the_next_iteration(
         assert found == ({1} if freq == 1 else set())
         lines = [line for line in messages(folder) if "between a forward and its backward" in line]
         assert [line.rpartition(",")[2] for line in lines] == [f" miss {tensor}"] * (freq - 1)
+
+
+@pytest.mark.parametrize("tensor", ["gradient", "wgrad"])
+@pytest.mark.parametrize(("calls", "told"), [("fsbssfsbs", 1), ("fbsfbssfbs", 0)])
+def test_a_backward_of_compiled_code_after_its_step_is_told_once(
+    tmp_path: Path, calls: str, told: int, tensor: str
+) -> None:
+    """`calls` are forwards, backwards and steps; statistics are due in every second iteration."""
+    layer = te.Linear(16, 16, device="cpu", name="a")
+    config = section("LogTensorStats", tensors=["weight", tensor], stats=["max"], freq=2)
+    with debugging(tmp_path, config):
+        run = torch.compile(layer, backend="aot_eager")
+        for call in calls:
+            if call == "f":
+                y = run(torch.randn(16, 16, requires_grad=True))
+            elif call == "b":
+                y.sum().backward()
+            else:
+                debug_api.step()
+    lines = [line for line in messages(tmp_path) if "between a forward and its backward" in line]
+    assert [line.rpartition(",")[2] for line in lines] == [f" miss {tensor}"] * told

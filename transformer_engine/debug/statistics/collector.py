@@ -97,6 +97,7 @@ class Collector:
         _collectors.add(self)
         self._reasons: set[str] = set()  # why statistics could not be taken
         self._missed: tuple[str, str] | None = None  # layer, and a part of the warning
+        self.forwards: dict[str, int] = {}  # of layers in compiled code, see `Feed`
 
     def tensor(
         self,

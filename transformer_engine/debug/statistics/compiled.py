@@ -35,9 +35,13 @@ _OF_FORWARD = ("activation", "weight", "output")
 
 @dataclass
 class Feed:
-    """What an operator of a graph needs to take the statistics of its tensor."""
+    """What an operator of a graph needs to take the statistics of its tensor.
+
+    The iterations of forwards are known of layers with statistics of a tensor of the forward.
+    """
 
     statistics: TensorStatistics
+    forwards: dict[str, int]  # by layer, the iteration of its last forward in training
     unlogged: Sequence[Any]  # features of the tensor whose use is not in the debug log yet
     quantizer: Quantizer  # has the scaling and the format of the cast in the graph
     dtype: torch.dtype  # dtype of activations
@@ -51,7 +55,11 @@ class Feed:
                 return  # a backward recomputes this forward
             if not captured:
                 statistics.enter(self.evaluating)
+                if not self.evaluating:
+                    self.forwards[statistics.layer] = statistics.iteration
         if not (statistics.due or captured):
+            if statistics.layer in self.forwards:
+                statistics.check_forward(self.forwards[statistics.layer])
             return
         if self.unlogged:
             log = process_state().inspector.log_statistics
@@ -183,5 +191,7 @@ def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
     name = f"{layer}, {tensor}, {device}, {dtype}, {scaling} {format}, {evaluating}, {session}"
     if name not in inspector.feeds:
         statistics.in_graph = True
-        inspector.feeds[name] = Feed(statistics, features, quantizer, dtype, evaluating)
+        forwards = inspector.statistics.forwards
+        feed = Feed(statistics, forwards, features, quantizer, dtype, evaluating)
+        inspector.feeds[name] = feed
     return name

@@ -77,6 +77,7 @@ class TensorStatistics:
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._skipped: Callable[[str, str, str], None] | None = skipped
         self._missed = missed
+        self.iteration = 0  # that it was last scheduled for
         # Of this iteration, see `enter`; `_ignored`: tensors of the current call do not count.
         self._trained = self._evaluated = self._ignored = False
 
@@ -91,6 +92,7 @@ class TensorStatistics:
     def schedule(self, iteration: int) -> None:
         """Decide what is due in the next iteration, and reset the state of the last one."""
         self.clear()
+        self.iteration = iteration
         for (_, source), (schedule, asks) in self._schedules.items():
             if schedule is None or schedule.due(iteration):
                 self.slots[source].asks += asks
@@ -160,6 +162,13 @@ class TensorStatistics:
         if not (self.due or captured) and self.tensor in _OF_BACKWARDS:
             self._missed(self.layer, self.tensor)
         return captured or not (self._ignored or not slot.due or (self._once and slot.fed))
+
+    def check_forward(self, iteration: int) -> None:
+        """Called if nothing is due, with the iteration of the layer's last forward."""
+        if iteration == self.iteration or self.tensor not in _OF_BACKWARDS:
+            return
+        if any(one is None or one.due(iteration) for one, _ in self._schedules.values()):
+            self._missed(self.layer, self.tensor)
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
         """Merge the moments of a tensor, in a kernel that does nothing else."""
