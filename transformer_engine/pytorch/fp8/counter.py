@@ -31,19 +31,27 @@ class CountedGroup:
 
 
 class Counter:
-    """Counts of keys. All threads count together, unless they are inside `apart`."""
+    """Counts of keys. All threads count together, unless they are inside `apart`.
+
+    Threads add to `times` of an object only: Python does not switch threads within `+= 1` of an
+    attribute, but between reading and writing an element of a dict.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[Any, int] = {}
+        self._keys: dict[Any, CountedGroup] = {}
         self._groups: dict[frozenset[tuple[Any, int]], CountedGroup] = {}
         self._apart = _Apart()
 
     def add(self, key: Hashable) -> None:
         """Count a key once."""
         counts = self._apart.counts
-        if counts is None:
-            counts = self._counts
-        counts[key] = counts.get(key, 0) + 1
+        if counts is not None:
+            counts[key] = counts.get(key, 0) + 1
+            return
+        found = self._keys.get(key)
+        if found is None:
+            found = self._keys.setdefault(key, CountedGroup({key: 1}, self._apart))
+        found.times += 1
 
     def group(self, counts: Mapping[Any, int]) -> CountedGroup:
         """The group with these counts of keys; the same object for equal counts."""
@@ -56,8 +64,9 @@ class Counter:
 
     def totals(self, reset: bool = False) -> dict[Any, int]:
         """All counts; with `reset` they start anew."""
-        totals = dict(self._counts)
-        for group in list(self._groups.values()):  # other threads may add groups
+        totals: dict[Any, int] = {}
+        # New lists, because other threads may add groups.
+        for group in [*self._keys.values(), *self._groups.values()]:
             for key, number in group.counts.items() if group.times else ():
                 totals[key] = totals.get(key, 0) + number * group.times
         if reset:
@@ -66,7 +75,7 @@ class Counter:
 
     def reset(self) -> None:
         """Start counting anew."""
-        self._counts.clear()
+        self._keys.clear()
         for group in list(self._groups.values()):
             group.times = 0
 
