@@ -8,6 +8,7 @@ from checkpoint_helpers import MODES, Wrap, deepspeed_checkpoint, uncheckpointed
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
@@ -135,6 +136,21 @@ def test_nested(outer: str, inner: str) -> None:
             train("delayed", nested)
     else:
         assert_equal(train("delayed", nested), train("delayed", lambda f, x: f(x).tanh()))
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*_checkpoint_without_reentrant")
+def test_a_backward_that_begins_behind_nested_checkpoints_of_torch() -> None:
+    """A checkpoint of ours is in the same region, and the first that needs the recompute."""
+    layer = te.Linear(32, 32, device="cpu")
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(layer, x, use_reentrant=False)
+        return te.checkpoint(torch.sin, y)
+
+    with scope("delayed"):
+        y = checkpoint(inner, torch.randn(16, 32, requires_grad=True), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="expected to find the first forward of a layer"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("mode", MODES)

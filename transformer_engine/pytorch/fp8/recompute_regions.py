@@ -197,6 +197,8 @@ def recompute_context(
     if recomputed is None and graph_task() != -1:
         source = running_node() if recomputes is None else recomputes
         recomputed = getattr(source, _KEY, None)
+        if recomputed is not None and not recomputed.foreign:
+            recomputed = None  # its node runs, but `te.checkpoint` says when its function does
     hooks: Any = top_hooks(True)
     separate_tensors = hooks is not None and getattr(hooks[0], "separate_tensors", False)
     return RecomputeContext(recomputed, tuple(open_regions), bool(functions), separate_tensors)
