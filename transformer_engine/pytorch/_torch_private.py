@@ -88,6 +88,11 @@ has_global_module_hooks: Callable[[], bool] = found(  # not in 2.4
     "torch.nn.modules.module:_has_any_global_hook", lambda: True
 )
 dispatch_modes: Callable[[], int] = found("torch:_C._len_torch_dispatch_stack", lambda: 1)
+# Without: modes see what is made once, and selective checkpoints may refuse it in the recompute.
+without_modes: Callable[[], contextlib._GeneratorContextManager[Any]] = found(
+    "torch.utils._python_dispatch:_disable_current_modes",
+    contextmanager(lambda: (None for _ in "1")),  # type: ignore[misc]
+)
 any_autocast_enabled: Callable[[], bool] = found("torch:_C._is_any_autocast_enabled", lambda: True)
 _forward_ad: Any = forward_ad
 if found("torch.autograd.forward_ad:_current_level", None) is None:

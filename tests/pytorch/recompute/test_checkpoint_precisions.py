@@ -267,23 +267,52 @@ def test_a_hook_calls_another_layer(wrap: Wrap, monkeypatch: Any) -> None:
     assert_equal(found[1:2], found[2:])
 
 
-def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    saved = op is torch.ops.aten.mm.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+def saves(saved: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def selective(saved: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
+    context = partial(create_selective_checkpoint_contexts, partial(saves, saved))
+    return checkpoint(function, x, use_reentrant=False, context_fn=context)
+
+
+class Nested(torch.nn.Module):
+    """A layer in a checkpoint, before another layer. `first` is `is_first_microbatch`."""
+
+    def __init__(self, first: bool | None = None) -> None:
+        super().__init__()
+        self.microbatch = {"is_first_microbatch": first}
+        self.first = te.LayerNormMLP(32, 64, device="cpu")
+        self.second = te.MultiheadAttention(32, 2, attention_dropout=0.0, device="cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = te.checkpoint(self.first, x, **self.microbatch)
+        return self.second(y, attn_mask_type="causal", **self.microbatch)
+
+
+LAYERS = {
+    "mlp": lambda: te.LayerNormMLP(32, 64, device="cpu"),
+    "layer": lambda: te.TransformerLayer(
+        32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+    ),
+    "nested": Nested,
+}
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["new", "after a step without"])
+@pytest.mark.parametrize("saved", ["mm", "view"])  # on the CPU, GEMMs call both
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("precision", RECIPES)
-def test_selective_checkpoint(precision: str) -> None:
-    """On the CPU, GEMMs call `aten.mm`, whose results the checkpoint saves."""
-    context = partial(create_selective_checkpoint_contexts, saves_products)
-    selective = partial(checkpoint, use_reentrant=False, context_fn=context)
+def test_selective_checkpoint(precision: str, kind: str, saved: str, runs: bool) -> None:
+    """It compares the operations of both forwards, without what they prepare once."""
+    wrap = partial(selective, getattr(torch.ops.aten, saved).default)
     found: list[list[torch.Tensor]] = []
-    for run in (selective, uncheckpointed):
+    for other in (wrap, uncheckpointed):
         torch.manual_seed(0)
-        layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
+        layer = LAYERS[kind]()
         x = torch.randn(8, 2, 32, requires_grad=True)
         found.append([])
-        for _ in range(3):
+        for run in (*[uncheckpointed] * runs, other, other, other):
             with scope(precision):
                 out = run(layer, x)
             out.square().sum().backward()

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch._torch_private import TorchDispatchMode
+from transformer_engine.pytorch._torch_private import TorchDispatchMode, without_modes
 from transformer_engine.pytorch.capture import NotRecordedError
 from transformer_engine.pytorch.chain.stand_ins import (
     PLAIN_TYPES,
@@ -176,6 +176,7 @@ def is_plain(t: torch.Tensor | None, any_strides: bool) -> bool:
     )
 
 
+@without_modes()
 def record(
     inputs: Tensors,
     for_inputs: Buffers,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transformer_engine.pytorch._torch_private import memory_of
+from transformer_engine.pytorch._torch_private import memory_of, without_modes
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -37,6 +37,7 @@ def in_memory_of(
     return tensor
 
 
+@without_modes()
 def stand_ins_of(inputs: Tensors) -> Buffers:
     """Stand-ins with the shapes, strides and dtypes of the inputs.
 

@@ -22,12 +22,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from transformer_engine import _C, _devices
-from transformer_engine.pytorch._torch_private import allows_tf32
+from transformer_engine.pytorch._torch_private import (
+    allows_tf32,
+    dispatch_modes,
+    without_modes,
+)
 from transformer_engine.pytorch.dtypes import TORCH_FP8, without_autocast
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
@@ -197,8 +202,10 @@ def _announce_slow_product(text: str) -> None:
 
 def _define_at(*arguments: Any) -> None:
     """`_define` for a recorded call, whose tensors are `(address, dtype, sizes, device)`."""
-    tensors: list[Any] = [tensor_at(*a) if isinstance(a, tuple) else a for a in arguments]
-    _define(*tensors)
+    # A selective checkpoint may keep views, but these tensors do not own their memory.
+    with without_modes() if dispatch_modes() else nullcontext():
+        tensors: list[Any] = [tensor_at(*a) if isinstance(a, tuple) else a for a in arguments]
+        _define(*tensors)
 
 
 _C.set_gemm_definition(_define_at)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch._torch_private import graph_task, without_modes
 from transformer_engine.pytorch.chain.main_grad_uses import mark_forward
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
@@ -222,6 +222,20 @@ def _first_plan(
     return result, call.step if plan.requires_grad else None
 
 
+@without_modes()  # a selective checkpoint would not find these operations in the first forward
+def _new_recompute_plan(
+    module: TransformerEngineBaseModule, plan: CallPlan, call: Call
+) -> CallPlan:
+    scales = None if call.scales is None else call.scales.clone()
+    quantizers = [
+        gemm.for_recompute(None if scales is None else scales[3 * i : 3 * i + 3])
+        for i, gemm in enumerate(plan.quantizers)
+    ]
+    recompute = plan.with_quantizers(quantizers)
+    recompute.is_recompute, recompute.recompute_scales = True, scales
+    return module.chain.prepare(recompute)
+
+
 def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: Call) -> CallPlan:
     """The plan of a recompute, with the scales of the first forward.
 
@@ -230,14 +244,7 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
     """
     recompute = plan.recompute_plan
     if recompute is None:
-        scales = None if call.scales is None else call.scales.clone()
-        quantizers = [
-            gemm.for_recompute(None if scales is None else scales[3 * i : 3 * i + 3])
-            for i, gemm in enumerate(plan.quantizers)
-        ]
-        recompute = plan.with_quantizers(quantizers)
-        recompute.is_recompute, recompute.recompute_scales = True, scales
-        plan.recompute_plan = module.chain.prepare(recompute)
+        recompute = plan.recompute_plan = _new_recompute_plan(module, plan, call)
     elif call.scales is not None:
         assert recompute.recompute_scales is not None
         # Not by an operation of torch, which a selective checkpoint would not find in the first
