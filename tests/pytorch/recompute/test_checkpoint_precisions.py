@@ -296,6 +296,7 @@ LAYERS = {
         32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
     ),
     "nested": Nested,
+    "nested, without a first micro-batch": lambda: Nested(False),
 }
 
 

@@ -253,7 +253,7 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
     result = recompute.copy()
     assert call.plan is not None
     result.cached, result.joins = call.plan.cached, call.joins
-    if plan.requires_grad and call.plan.requires_grad:
+    if plan.requires_grad is call.plan.requires_grad:
         if call.plan.unrecorded is None:
             result.recordings = None
         else:
