@@ -64,3 +64,18 @@ def test_as_eager_calls_on_a_gpu(calls, recipe: str) -> None:
     how = {"recipe": RECIPES[recipe], "cache_quantized_params": True}
     te.make_graphed_callables(graphed, samples, enabled=True, **how)
     assert_equal(run(graphed, calls, recipe, x), run(eager, calls, recipe, x))
+
+
+@pytest.mark.gpu
+def test_a_backward_does_not_read_weights_that_a_replay_has_overwritten() -> None:
+    graphed, x = layer(), batch().requires_grad_()
+    how = {"recipe": RECIPES["delayed"], "cache_quantized_params": True}
+    te.make_graphed_callables(graphed, (batch().requires_grad_(),), enabled=True, **how)
+    with scope("delayed"):
+        graphed(x, is_first_microbatch=True)
+        graphed.eval()  # which a graph does not run
+        y = graphed(x, is_first_microbatch=False)
+        graphed.train()
+        graphed(x, is_first_microbatch=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

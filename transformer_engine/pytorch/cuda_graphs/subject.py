@@ -81,6 +81,10 @@ class Subject:
         found = [(m.chain.matmuls[i], own) for m, i, own in self.cached_weights]
         if first_microbatch or not all([own.can_take(s.cached_weight) for s, own in found]):
             self.weights.replay()
+            # A replay does not count its writes, by which a backward that is still to come detects
+            # that the weights which it has saved were overwritten.
+            written = [x for _, own in found for x in own.tensors if x is not None]
+            torch.autograd.graph.increment_version(written)
         else:
             for stage, own in found:
                 own.take(stage.cached_weight)

@@ -96,7 +96,8 @@ def with_cache(
             key_sequences=step.key_sequences,
         )
         return (query, key, value), own, None
-    _check_without_gaps(own, params)
+    if own.qkv_format == "thd":
+        _check_without_gaps(own, params)
     named = CachedStep(params, *new, own.qkv_format)
     if named.kind == "fixed" and named.query_sequences.longest == 1 and not any_window:
         mask_type = "padding" if known_mask_type(mask_type).padding else mask_type
@@ -114,7 +115,7 @@ def _check_without_gaps(own: CallArguments, params: InferenceParams) -> None:
     assert params.cache_manager is not None
     ends = [0, *accumulate(params.cache_manager.new)]
     sides = {"q": own.query_sequences, "kv": own.key_sequences}
-    for side, sequences in sides.items() if own.qkv_format == "thd" else ():
+    for side, sequences in sides.items():
         starts = sequences.cu_seqlens_padded
         if starts is not None and can_read(starts) and starts[: len(ends)].tolist() != ends:
             raise ValueError(
