@@ -34,3 +34,21 @@ def test_norms_that_are_no_numbers_are_refused() -> None:
         te.distributed.clip_grad_norm_(model, None)
     with pytest.raises(TypeError, match=r"^\[clip_factor\] expected max_norm .* number, got '1'"):
         te.optimizers.clip_factor(model.parameters(), "1")
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_norms_that_cannot_be_norms_are_refused(max_norm) -> None:
+    """A negative factor would turn the steps round."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"^\[clip_factor\] expected max_norm >= 0, .*{max_norm}"):
+        te.optimizers.clip_factor(model.parameters(), max_norm)
+    with pytest.raises(ValueError, match=r"^\[clip_grad_norm_\] expected max_norm >= 0, got "):
+        te.distributed.clip_grad_norm_(model, max_norm)
+
+
+def test_the_factor_takes_parameters_only() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"^\[clip_factor\] .* got Linear; pass its parameters\(\)"):
+        te.optimizers.clip_factor(model, 1.0)
+    with pytest.raises(TypeError, match=r"^\[clip_factor\] expected tensors, got tuple"):
+        te.optimizers.clip_factor(model.named_parameters(), 1.0)

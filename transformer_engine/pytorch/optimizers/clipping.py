@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor
 from transformer_engine.pytorch.parallel.groups import check_group, group_size
-from transformer_engine.pytorch.parallel.norms import clipping, total_norm
+from transformer_engine.pytorch.parallel.norms import check_max_norm, clipping, total_norm
 
 
 def clip_factor(
@@ -38,9 +39,11 @@ def clip_factor(
         are, and `min(1, max_norm / norm)`.
 
     Raises:
-        TypeError: `tp_group` is not a process group, or `max_norm` is not a number.
-        ValueError: with `tp_group`, a DTensor that does not say whether ranks have parts of it;
-            `fully_shard` drops the attribute. `te.distributed.clip_grad_norm_` asks the model.
+        TypeError: `tp_group` is not a process group, `max_norm` is not a number, or `parameters`
+            are a module, or not tensors.
+        ValueError: a `max_norm` that is negative or NaN; with `tp_group`, a DTensor that does not
+            say whether ranks have parts of it, because `fully_shard` drops the attribute.
+            `te.distributed.clip_grad_norm_` asks the model.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -58,16 +61,29 @@ def clip_factor(
     tensor(2.4495)
     """
     check_group("clip_factor", "tp_group", tp_group)
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    found = [one for one in parameters if one.grad is not None]
+    check_max_norm("clip_factor", max_norm)
+    found = [one for one in _listed(parameters) if one.grad is not None]
     gradients: list[Any] = [one.grad for one in found]
     if not gradients:
         return torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32)
     cut = () if group_size(tp_group) == 1 else [_is_part(one, tp_group) for one in found]
     with torch.no_grad():
         norm = total_norm(gradients, cut, tp_group).float()
-        return norm, clipping("clip_factor", norm, max_norm)
+        return norm, clipping(norm, max_norm)
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    """The parameters, of which there may be one alone."""
+    if isinstance(parameters, nn.Module):
+        raise TypeError(
+            f"[clip_factor] expected parameters, got {type(parameters).__name__}; pass its"
+            " parameters()"
+        )
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for one in listed:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"[clip_factor] expected tensors, got {type(one).__name__}")
+    return listed
 
 
 def _is_part(parameter: torch.Tensor, group: Any) -> bool:

@@ -116,9 +116,15 @@ def _square(parts: list[torch.Tensor], kind: _Kind) -> torch.Tensor:
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
-def clipping(op: str, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
-    """The factor for gradients with this norm, so that their norm is at most `max_norm`."""
+def check_max_norm(op: str, max_norm: Any) -> None:
+    """Raise unless `max_norm` is a number that can be a norm, or a tensor, which is not read."""
     if not isinstance(max_norm, numbers.Real | torch.Tensor):
         raise TypeError(f"[{op}] expected max_norm to be a number, got {max_norm!r}")
+    if isinstance(max_norm, numbers.Real) and not float(max_norm) >= 0:  # or steps would go uphill
+        raise ValueError(f"[{op}] expected max_norm >= 0, got {max_norm}")
+
+
+def clipping(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
+    """The factor for gradients with this norm, so that their norm is at most `max_norm`."""
     factor: Any = max_norm / (norm + 1e-6)
     return factor.clamp(max=1.0)

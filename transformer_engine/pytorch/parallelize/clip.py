@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.parallel.dtensors import local_part
-from transformer_engine.pytorch.parallel.norms import clipping, total_norm
+from transformer_engine.pytorch.parallel.norms import check_max_norm, clipping, total_norm
 from transformer_engine.pytorch.parallelize.parameters import held
 
 
@@ -28,6 +28,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Raises:
         TypeError: parameters in place of a model; a norm that is not a number.
+        ValueError: a norm that is negative or NaN.
 
     >>> model = nn.Linear(4, 2)
     >>> model(torch.ones(1, 4)).sum().backward()
@@ -39,6 +40,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             "[clip_grad_norm_] expected a model, whose layers know which parts of parameters they"
             f" have, got {type(model).__name__}"
         )
+    check_max_norm("clip_grad_norm_", max_norm)
     gradients: list[torch.Tensor] = []
     cut: list[bool] = []
     group = None
@@ -50,7 +52,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
     norm = total_norm(gradients, cut, group)
-    _multiply(gradients, clipping("clip_grad_norm_", norm, max_norm))
+    _multiply(gradients, clipping(norm, max_norm))
     return norm
 
 
