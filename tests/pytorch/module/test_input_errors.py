@@ -134,14 +134,14 @@ FORWARDS = {
     "hidden states of another dtype": (
         lambda: te.MultiheadAttention(32, 2, device="cpu", name="mha")(X.half()),
         TypeError,
-        "[MultiheadAttention] Data types for parameters must match when outside of autocast:"
+        "[MultiheadAttention] Data types for parameters must match when outside of torch.autocast:"
         " expected hidden_states of torch.float32, the parameters' dtype, got torch.float16"
         " (layer mha)",
     ),
     "an encoder's output of another dtype": (
         lambda: decoder()(X, encoder_output=X.half()),
         TypeError,
-        "[TransformerLayer] Data types for parameters must match when outside of autocast:"
+        "[TransformerLayer] Data types for parameters must match when outside of torch.autocast:"
         " expected encoder_output of torch.float32, the parameters' dtype, got torch.float16"
         " (layer decoder)",
     ),

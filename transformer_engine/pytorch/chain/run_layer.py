@@ -101,6 +101,6 @@ def _check_values(layer: FlowModule, values: Sequence[torch.Tensor]) -> None:
             ) from None
         if x.dtype != like.dtype and autocast_dtype(x) is None:
             raise TypeError(
-                f"[{kind}] Data types for parameters must match when outside of autocast: expected"
-                f" {name} of {like.dtype}, the parameters' dtype, got {x.dtype}"
+                f"[{kind}] Data types for parameters must match when outside of torch.autocast:"
+                f" expected {name} of {like.dtype}, the parameters' dtype, got {x.dtype}"
             ) from None

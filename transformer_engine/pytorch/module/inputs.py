@@ -203,8 +203,8 @@ def checked_dtype(module: nn.Module, x: torch.Tensor, parameters: Parameters) ->
         if parameter is not None and parameter.dtype != x.dtype:
             raise TypeError(
                 f"[{type(module).__name__}] Data types for parameters must match when outside "
-                f"of autocast: expected {x.dtype} (the dtype of inp), got {parameter.dtype} "
-                f"for {_name_of(module, parameter)} (layer {module.name})"
+                f"of torch.autocast: expected {x.dtype} (the dtype of inp), got "
+                f"{parameter.dtype} for {_name_of(module, parameter)} (layer {module.name})"
             )
     return x.dtype
 
