@@ -53,7 +53,10 @@ class Silence:
         if not plans:
             return ["the configuration has no section that is enabled"]
         if not layers:
-            return ["no layer has run since initialize()"]
+            return [
+                "no layer of transformer_engine.pytorch has run since initialize();"
+                " te.convert(model) replaces torch's layers"
+            ]
         found = []
         if not self._steps:
             found.append(

@@ -36,7 +36,7 @@ def fp8_stats(layers: str = ".", **keys) -> dict:
     ("config", "run", "said"),
     [
         (fp8_stats(), {"step": lambda: None}, "debug_api.step() was never called"),
-        (fp8_stats(), {"steps": 0}, "no layer has run since initialize()"),
+        (fp8_stats(), {"steps": 0}, "no layer of transformer_engine.pytorch has run"),
         (fp8_stats("nobody"), {}, "section section0 selects none of the 3 layers that ran"),
         (fp8_stats(), {"fp8": False}, "layers cast inside te.fp8_autocast(enabled=True)"),
         (fp8_stats(start_step=7), {}, "never came due: the last step was 1, its next step is 7"),
