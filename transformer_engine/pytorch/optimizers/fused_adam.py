@@ -64,7 +64,7 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
         capturable: count steps on the device, so that a step can be captured in a CUDA graph, after
             one step before the capture. Replays read the learning rate if it is a tensor. One
-            kernel reads and writes each value once; states are in fp32 or bf16, or remainders.
+            kernel reads and writes each value once. States with a scale are refused.
         master_weights: keep an fp32 copy of each parameter that is not in fp32, as `master_param`
             of its state. FP8 parameters need it; their copy starts with
             `get_high_precision_init_val()` if there is one.
@@ -73,8 +73,8 @@ class FusedAdam(torch.optim.Optimizer):
             tensor. Steps are computed in fp32 whatever is stored.
         exp_avg_sq_dtype: likewise.
         use_decoupled_grad: gradients are in `parameter.decoupled_grad`.
-        store_param_remainders: store only the lower 16 bits of fp32 master weights of bf16
-            parameters; the parameters have the upper bits.
+        store_param_remainders: of fp32 master weights of bf16 parameters, store only the lower 16
+            bits; the parameters have the upper bits, rounded to nearest, halfway away from zero.
         set_grad_none: argument of older versions; must be None or True.
 
     Raises:
