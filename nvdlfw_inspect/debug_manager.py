@@ -290,5 +290,7 @@ class DebugManager:
             for listener in reversed(_listeners):
                 rest.callback(listener.ended, self)
             rest.callback(self.flush)
+            if self._session.layers():  # without a step, sections that select none are not told yet
+                rest.callback(self._session.settle)
             for text in self.silence.never_due():
                 self.log_message(f"[config] {text}", level=logging.WARNING)

@@ -136,6 +136,15 @@ def test_a_backward_after_its_step_belongs_to_the_next_iteration(
         assert [line.rpartition(",")[2] for line in lines] == [f" miss {tensor}"] * (freq - 1)
 
 
+def test_sections_that_select_no_layer_are_told_without_a_step(tmp_path: Path) -> None:
+    config = section("DisableFP8Layer", r"a\.")
+    with pytest.warns(UserWarning, match="selects no layer among 1 layer"):  # noqa: SIM117
+        with debugging(tmp_path, config), torch.no_grad():
+            te.Linear(16, 16, device="cpu", name="a")(torch.randn(16, 16))
+    with debugging(tmp_path, config):
+        pass  # no layer ran: the configuration may be right
+
+
 @pytest.mark.parametrize("tensor", ["gradient", "wgrad"])
 @pytest.mark.parametrize(("calls", "told"), [("fsbssfsbs", 1), ("fbsfbssfbs", 0)])
 def test_a_backward_of_compiled_code_after_its_step_is_told_once(
