@@ -15,6 +15,7 @@ import transformer_engine.pytorch as te
 SIZE, TOKENS = 32, 16
 STATISTICS = ["l1_norm", "max", "min"]
 LOOK = section("LogTensorStats", tensors=SIX, stats=STATISTICS)
+WHAT_IF = section("LogFp8TensorStats", tensors=SIX[:3], stats=["fp8_current_scaling_scale_inv_max"])
 DUMP = section("DumpTensors", tensors=SIX, high_precision_tensor=True)
 
 
@@ -65,7 +66,10 @@ def shared_layers(rank: int, folder: Path) -> dict[str, Logged]:
 
 
 def compiled_shared_layers(rank: int, folder: Path) -> dict[str, list[Logged]]:
-    """Returns what is logged of an eager layer, and of the compiled one."""
+    """Returns what is logged of an eager layer, and of the compiled one.
+
+    Statistics of the weights of "row" are merged over another group than the reduction group.
+    """
     options: dict[str, Any] = {"tp_group": dist.new_group([0, 1]), "name": "layer"}
     options |= {"device": here(), "params_dtype": torch.bfloat16}
     makes = {
@@ -81,7 +85,9 @@ def compiled_shared_layers(rank: int, folder: Path) -> dict[str, list[Logged]]:
             layer = make()
             run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
             x = tensors()[1].bfloat16()
-            with debugging(folder / f"{name} {compiled}", LOOK):
+            with debugging(folder / f"{name} {compiled}", LOOK, WHAT_IF):
+                if name == "row":
+                    debug_api.set_tensor_reduction_group(solo(rank))
                 for _ in range(2):
                     with te.fp8_autocast(fp8_group=options["tp_group"]):
                         y = run(x.requires_grad_())

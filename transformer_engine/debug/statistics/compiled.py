@@ -17,7 +17,7 @@ import torch
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.quantizer import WatchingQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch._torch_private import constant_in_graphs, graph_task
+from transformer_engine.pytorch._torch_private import constant_in_graphs, graph_task, real_object
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands, Side
 from transformer_engine.pytorch.fp8.casts.quantizers import (
@@ -179,8 +179,8 @@ def _enter(layer: str, fp8: bool, session: str) -> None:
 def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
     """Register the `Feed` of a tensor and return its name; "" if no statistic is ever due."""
     inspector = process_state().inspector
-    layer, device, dtype, session, evaluating, *ranks, replicated = about
-    ranks.append(tensor in replicated)
+    layer, device, dtype, session, evaluating, tp_group, tp_size, replicated = about
+    ranks = (real_object(tp_group), tp_size, tensor in replicated)
     statistics, features = inspector.statistics_of(layer, tensor, device, *ranks)
     if statistics is None:
         return ""
