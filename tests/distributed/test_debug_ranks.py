@@ -98,6 +98,13 @@ def test_compiled_layers_that_ranks_share_log_what_eager_ones_do(outcomes, layer
         assert_alike(compiled, eager)
 
 
+def test_features_that_look_at_a_gathered_norm_change_no_bit(outcomes) -> None:
+    """The norm rounds to FP8 once, from fp32, though features look at its result in bf16."""
+    for found in both(outcomes, "gathered_norms"):
+        assert len(found) == 2 * 5
+        assert [case for case, same in found.items() if not all(same)] == []
+
+
 def test_copies_of_a_tensor_count_once(outcomes) -> None:
     for found in both(outcomes, "copies"):
         assert_statistics(found[0, "layer", "activation"], reference(batch(0)[0]))

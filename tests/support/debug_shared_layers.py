@@ -95,3 +95,43 @@ def compiled_shared_layers(rank: int, folder: Path) -> dict[str, list[Logged]]:
                     debug_api.step()
             found.setdefault(name, []).append(logged(folder / f"{name} {compiled}", rank))
     return found
+
+
+def gathered_norms(rank: int, folder: Path) -> dict[str, list[bool]]:
+    """Returns for each way to run a layer whether features that look at it change no result."""
+    group = dist.new_group([0, 1])
+    found: dict[str, list[bool]] = {}
+
+    def trained(way: str, tokens: int) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        layer: Any = te.LayerNormMLP(
+            *(SIZE, SIZE),
+            set_parallel_mode=True,
+            sequence_parallel=True,
+            params_dtype=torch.bfloat16,
+            **{"tp_group": group, "name": "layer", "device": here()},
+        )
+        run = torch.compile(layer, backend="aot_eager") if way == "compiled" else layer
+        x = tensors()[1][:tokens].bfloat16().requires_grad_()
+        results = []
+        for _ in range(2):
+            with te.fp8_autocast(fp8_group=group):
+                y = te.checkpoint(run, x) if way == "checkpoint" else run(x)
+            y.sum().backward()
+            debug_api.step()
+            results.append(y.detach())
+        return [*results, x.grad, *(p.grad for p in layer.parameters())]
+
+    casts = section("LogFp8TensorStats", tensors=SIX[:1], stats=["mse", "mse_columnwise"])
+    for way in ("eager", "checkpoint", "compiled"):
+        for tokens in (TOKENS, 5):
+            expected = trained(way, tokens)
+            for name, sections in {"statistics": [LOOK, casts], "dumps": [LOOK, DUMP]}.items():
+                if (way, name) == ("compiled", "dumps"):
+                    continue
+                case = f"{way} {tokens} {name}"
+                with debugging(folder / case, *sections):
+                    results = trained(way, tokens)
+                same = zip(results, expected, strict=True)
+                found[case] = [torch.equal(a, b) for a, b in same]
+    return found

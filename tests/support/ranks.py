@@ -49,6 +49,7 @@ SESSIONS = (
     *debug_rank_cases.SESSIONS,
     debug_shared_layers.shared_layers,
     debug_shared_layers.compiled_shared_layers,
+    debug_shared_layers.gathered_norms,
 )
 
 

@@ -34,7 +34,13 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     OperandRequest,
     Operands,
 )
-from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Fp8Quantizer, Quantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import (
+    IDENTITY,
+    Fp8Quantizer,
+    Quantizer,
+    WrappingQuantizer,
+)
+from transformer_engine.pytorch.fp8.casts.watched import Watched, WatchedShards, watched_shards
 from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
@@ -188,6 +194,9 @@ class Gather(Collective):
             return _GatherPlan(call.dtype, False, None, False)
         if quantizer is IDENTITY:
             return _GatherPlan(call.dtype, saves, None, True)
+        if isinstance(quantizer, WrappingQuantizer):
+            watched = watched_shards(quantizer, self.ranks.group)
+            return _GatherPlan(call.dtype, False, watched, False)
         of_shards = quantizer.of_shards(self.ranks.group)
         return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards, False)
 
@@ -210,12 +219,14 @@ class Gather(Collective):
         """The tokens of all ranks."""
         (x,) = inputs
         group = self.ranks.check()
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and not isinstance(plan.quantizer, WatchedShards):
             own = self._cast_of(plan, x)
             if own is not None:
                 x = own.quantizer.operands(x, own)
         if isinstance(x, Operands):
             row: Any = x.rowwise
+            if isinstance(x.columnwise, torch.Tensor):
+                return (self._gather_watched(x.columnwise, row, group),), Saved(())
             self._count("all-gather", row.codes, in_parts=self.ranks.overlap.gather)
             side: Any = x.columnwise or row
             saved = Saved((side.codes, side.scales), side.format) if plan.saves else Saved(())
@@ -231,6 +242,13 @@ class Gather(Collective):
         if not plan.plain:
             return (gathered,), Saved(())
         return (gathered.then(_row_wise, _row_wise),), Saved((x,), -1) if plan.saves else Saved(())
+
+    def _gather_watched(self, plain: torch.Tensor, row: Fp8Matrix, group: Any) -> Pending:
+        """Gather what `WatchedShards` has made."""
+        self._count("all-gather", row.codes)
+        self._count("all-gather", plain)
+        rows, whole = gather_rows(row, group), all_gather(plain, group)
+        return rows.then(lambda codes: Watched(whole.wait(), codes))
 
     def regather(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
         """Gather the column-wise side, which wgrad takes, in the backward."""

@@ -47,6 +47,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
 )
 from transformer_engine.pytorch.fp8.casts.padding import pad_operands, pad_side
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY
+from transformer_engine.pytorch.fp8.casts.watched import Watched
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
 from transformer_engine.pytorch.kernels.gemm import bias_for
@@ -230,6 +231,8 @@ class Matmul(Stage):
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
         """The operands of the input, and how many rows of zeros pad them."""
         padding = -math.prod(shape_of(x)[:-1]) % TOKEN_ALIGNMENT if plan.pads else 0
+        if isinstance(x, Watched):
+            return x.operands(plan.quantizers.input, padding, plan.request), padding
         if isinstance(x, Operands):
             return pad_operands(x, padding), padding
         if not plan.fp8 and x.dtype is not plan.dtype:

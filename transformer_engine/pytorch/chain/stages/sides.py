@@ -17,6 +17,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     Value,
     transposed,
 )
+from transformer_engine.pytorch.fp8.casts.watched import Watched
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.memory import strides_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -53,8 +54,10 @@ def restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int)
     return Fp8Matrix(data, scales, format)
 
 
-def shape_of(value: Value) -> torch.Size:
+def shape_of(value: Value | Watched) -> torch.Size:
     """The shape of a tensor, or of the tensor that `Operands` (row-wise at least) stand for."""
+    if isinstance(value, Watched):
+        return value.plain.shape
     side = value.rowwise if isinstance(value, Operands) else value
     assert side is not None
     return side.codes.shape if isinstance(side, Fp8Matrix) else side.shape
