@@ -37,6 +37,12 @@ def test_copies_count_once_if_a_rank_runs_the_layer_later(outcomes) -> None:
         assert found == [4.0, 4.0, 4.0]
 
 
+def test_a_rank_may_have_run_nothing_yet(outcomes) -> None:
+    first, second = _both(outcomes, "a_rank_that_has_run_nothing")
+    assert first == {1: 1.0, 2: 2.0, 3: 13.0}
+    assert second == {2: 2.0, 3: 13.0}
+
+
 def test_a_collective_only_where_something_may_be_due(outcomes) -> None:
     for values, collectives in _both(outcomes, "steps_between"):
         assert values == {0: 8.0, 2: 12.0, 4: 8.0}

@@ -91,6 +91,19 @@ def copies_of_a_layer_that_runs_later(rank: int) -> Outcome:
     return [values["l1_norm"] for values in session.logged().values()]
 
 
+def a_rank_that_has_run_nothing(rank: int) -> Outcome:
+    """From step 1 on, rank 0 runs a layer; rank 1 knows it, and runs it in step 3."""
+    manager = FakeManager({"layer": moments_of("max")})
+    manager.layer_names = {"layer"}
+    session = Session(manager)
+    for iteration in range(4):
+        if iteration and (rank == 0 or iteration == 3):
+            x = torch.full((2,), iteration + 10.0 * rank, device=here())
+            session.feed("layer", "activation", x)
+        session.step()
+    return {step: values["max"] for (step, _, _), values in session.logged().items()}
+
+
 def steps_between(rank: int) -> Outcome:
     """Only every second step is due. In step 4, only rank 0 feeds a tensor."""
     session = Session(
@@ -209,6 +222,7 @@ SCENARIOS = (
     layers_in_another_order,
     weights,
     copies_of_a_layer_that_runs_later,
+    a_rank_that_has_run_nothing,
     steps_between,
     layers_that_come_later,
     different_layers,

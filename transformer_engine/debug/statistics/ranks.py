@@ -133,7 +133,7 @@ class GroupRows:
     ) -> torch.Tensor:
         """Merge gathered rows of ranks that sent different rows; `of_ranks` is from `agree`."""
         empty = on_host([empty_row(Kind(kind)) for kind in layout.kinds.tolist()], torch.float64)
-        rows = empty.repeat(self.size, 1, 1)
+        rows = empty.view(-1, WIDTH).repeat(self.size, 1, 1)
         for at, rank in enumerate(self.meeting.ranks):
             place = {name: i for i, name in enumerate(of_ranks[rank][: gathered.shape[1] - 1])}
             for i, name in enumerate(layout.names):
