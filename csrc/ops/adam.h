@@ -1,4 +1,5 @@
-// One step of Adam or AdamW for many tensors: each value is read and written once, in fp32.
+// One step of Adam or AdamW for many tensors: each value is read and written once, and
+// computed in fp32.
 //   g = factor * gradient;  with `decoupled` p *= 1 - rate * decay, else g += decay * p
 //   mean += (1 - beta1) * (g - mean);  square += (1 - beta2) * (g * g - square)
 //   p -= rate / (1 - beta1^step) * mean / (sqrt(square / (1 - beta2^step)) + epsilon)
@@ -11,8 +12,10 @@
 // that they have then.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
+#include "core/float16.h"
 #include "core/tensor_view.h"
 
 namespace te {
