@@ -59,16 +59,8 @@ _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens"),
     *("mask shape", "mask dtype", "bias", "bias shape", "bias dtype", "learned bias"),
-    *(
-        "shape of alibi_slopes",
-        "scale",
-        "dropout",
-        "softmax",
-        "lengths",
-        "communication",
-        "gradients",
-        "precision",
-    ),
+    *("shape of alibi_slopes", "scale", "dropout", "softmax", "lengths"),
+    *("communication", "gradients", "precision"),
 )
 
 
