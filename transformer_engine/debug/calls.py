@@ -12,6 +12,7 @@ import torch
 from transformer_engine.debug.names import NAMESPACE, GemmTensor
 from transformer_engine.debug.plans import taken_by_kernels
 from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 from transformer_engine.pytorch.tensor import Quantizer
 
 
@@ -169,7 +170,7 @@ class FeatureCalls:
             TypeError: `made` is not a plain tensor.
             ValueError: `made` has another dtype.
         """
-        if type(made) not in (torch.Tensor, torch.nn.Parameter):
+        if type(made) not in PLAIN_TYPES:
             text = f"expected a torch.Tensor or a QuantizedTensor, got {type(made).__name__}"
             raise self._error(TypeError, text, gemm)
         if made.dtype is not dtype:

@@ -28,6 +28,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, _pytree
 
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
+
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 TreeSpec = _pytree.TreeSpec
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
@@ -186,11 +188,12 @@ def refuse_other_caller(layer: str, inputs: Sequence[Any]) -> None:
     transforms do not have, and would drop tangents.
     """
     refuse_tracing(layer)
-    plain = (torch.Tensor, torch.nn.Parameter)
     batched = [isinstance(x, torch.Tensor) and _is_batched(x) for x in inputs]
     if _functorch_interpreter() is not None or any(batched):
         refuse_transforms(layer)
-    if any(type(x) in plain and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+    if any(
+        type(x) in PLAIN_TYPES and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    ):
         _refuse_inside("forward-mode differentiation (torch.autograd.forward_ad)", layer)
 
 

@@ -31,7 +31,6 @@ from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import TorchDispatchMode, without_modes
 from transformer_engine.pytorch.capture import NotRecordedError
 from transformer_engine.pytorch.chain.stand_ins import (
-    PLAIN_TYPES,
     Buffers,
     Shape,
     Tensors,
@@ -42,6 +41,7 @@ from transformer_engine.pytorch.fp8.counter import CountedGroup
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.memory import aligned, allocators, strides_of
 from transformer_engine.pytorch.parallel.peer_memory import drop_recorded
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {

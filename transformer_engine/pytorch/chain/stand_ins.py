@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch._torch_private import memory_of, without_modes
-
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 
 Shape = tuple[int, ...]
 Buffers = list[torch.Tensor | None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from transformer_engine import _C
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -23,7 +23,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None
     """
     if x.dtype is dtype and factor is None:
         return x
-    if _is_compiling() or type(x) not in _PLAIN_TYPES or x.is_meta or not x.is_contiguous():
+    if _is_compiling() or type(x) not in PLAIN_TYPES or x.is_meta or not x.is_contiguous():
         return (x if factor is None else x.float() * factor).to(dtype)
     y = torch.empty_like(x, dtype=dtype)
     _C.cast(x, y, factor)

@@ -12,6 +12,7 @@ import torch
 
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part
 from transformer_engine.pytorch.parallel.meeting import group_or_world_size
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import is_cast_of
@@ -36,16 +37,13 @@ class Part(NamedTuple):
         return state if self.local is self.parameter else local_part(state)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def part_of(parameter: torch.Tensor) -> Part:
     """The part of a parameter of FusedAdam on this rank; call it with autograd off.
 
     Raises:
         NotImplementedError: see `refuse_slice`.
     """
-    if type(parameter) in _PLAIN:
+    if type(parameter) in PLAIN_TYPES:
         return Part(parameter, parameter, None)
     local = local_part(parameter)
     piece = piece_of(parameter) if isinstance(local, QuantizedTensor) else None

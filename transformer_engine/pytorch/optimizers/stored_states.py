@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
 _MASTER = STATES[2]
@@ -72,7 +73,7 @@ class StoredStates:
 
     def is_split(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter holds the high bits of its master weight."""
-        plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        plain = type(parameter) in PLAIN_TYPES
         return self.remainders and plain and parameter.dtype is torch.bfloat16
 
     def join_unless_split(self, state: dict[str, Any], parameter: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from transformer_engine.pytorch._torch_private import tree_map
 from transformer_engine.pytorch.notices import warn_once
+from transformer_engine.pytorch.plain_tensors import PLAIN_TYPES
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.attributes import InitialValue
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, QuantizedTensor
@@ -31,7 +32,6 @@ from transformer_engine.pytorch.tensor.writing import (
 )
 
 aten = torch.ops.aten
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _cuts(x: QuantizedTensor, rows: int) -> bool:
@@ -225,7 +225,7 @@ def piece_of(parameter: torch.Tensor) -> QuantizedTensor | None:
     """A parameter that is kept in FP8, or this rank's piece of it; None for others."""
     if isinstance(parameter, QuantizedTensor):
         return parameter
-    if type(parameter) in _PLAIN_TYPES:
+    if type(parameter) in PLAIN_TYPES:
         return None
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
