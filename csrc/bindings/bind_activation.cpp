@@ -46,7 +46,7 @@ void activation_backward_into(const TensorView& dy, const TensorView& x, int kin
                               const TensorView& columnwise, const TensorView& scales,
                               const TensorView& scale, const TensorView& amax,
                               const TensorView& current_scales, bool power_of_2, float epsilon,
-                              const TensorView& dbias, const TensorView& moments,
+                              const SumsOutput& dbias, const TensorView& moments,
                               const TensorView& active, float limit, float alpha, float offset,
                               const TensorView& again, const TensorView& again_scales,
                               int again_format, bool again_rounded) {
@@ -61,7 +61,7 @@ void activation_backward_into(const TensorView& dy, const TensorView& x, int kin
                               .dx = dx,
                               .quantized = quantized,
                               .current = current,
-                              .dbias = dbias,
+                              .dbias = dbias.to,
                               .workspace = {},
                               .moments = {},
                               .again = {}};
@@ -72,7 +72,8 @@ void activation_backward_into(const TensorView& dy, const TensorView& x, int kin
   else
     args.again.y = again;
   args.again.rounded = again_rounded;
-  if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
+  if (dbias.to)
+    args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols(), dbias.later);
   activation_backward(args, stream);
 }
 

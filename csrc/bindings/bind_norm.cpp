@@ -40,21 +40,22 @@ void norm_forward_into(const TensorView& x, const TensorView& gamma, const Tenso
 void norm_backward_into(const TensorView& dy, const TensorView& x, const TensorView& gamma,
                         const TensorView& mean, const TensorView& rstd, int kind,
                         bool zero_centered, const TensorView& residual_grad, const TensorView& dx,
-                        const TensorView& dgamma, const TensorView& dbeta) {
+                        const SumsOutput& dgamma, const SumsOutput& dbeta) {
   const Stream stream = bridge::current_stream(x.device);
-  norm_backward({.kind = static_cast<NormKind>(kind),
-                 .dy = dy,
-                 .x = x,
-                 .gamma = gamma,
-                 .mean = mean,
-                 .rstd = rstd,
-                 .zero_centered = zero_centered,
-                 .residual_grad = residual_grad,
-                 .dx = dx,
-                 .dgamma = dgamma,
-                 .dbeta = dbeta,
-                 .workspace = column_sum_workspace(x.device, stream, x.rows(), 2 * x.cols())},
-                stream);
+  norm_backward(
+      {.kind = static_cast<NormKind>(kind),
+       .dy = dy,
+       .x = x,
+       .gamma = gamma,
+       .mean = mean,
+       .rstd = rstd,
+       .zero_centered = zero_centered,
+       .residual_grad = residual_grad,
+       .dx = dx,
+       .dgamma = dgamma.to,
+       .dbeta = dbeta.to,
+       .workspace = column_sum_workspace(x.device, stream, x.rows(), 2 * x.cols(), dgamma.later)},
+      stream);
 }
 
 }  // namespace

@@ -16,16 +16,17 @@ using Views = std::vector<TensorView>;
 
 void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorView& columnwise,
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
-                   int format, const TensorView& dbias, const TensorView& moments,
+                   int format, const SumsOutput& dbias, const TensorView& moments,
                    const TensorView& active) {
   const Stream stream = bridge::current_stream(x.device);
   QuantizeArgs args{
       .x = x,
       .out = quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
-      .dbias = dbias,
+      .dbias = dbias.to,
       .workspace = {},
       .moments = moments_sink(moments, active, x, stream)};
-  if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
+  if (dbias.to)
+    args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols(), dbias.later);
   quantize(args, stream);
 }
 
@@ -54,7 +55,7 @@ void quantize_many_into(const Views& tensors, const Views& rowwise, const Views&
 void quantize_blocks_into(const TensorView& x, const TensorView& rowwise,
                           const TensorView& row_scales, const TensorView& columnwise,
                           const TensorView& column_scales, int format, bool power_of_2,
-                          double epsilon, const TensorView& dbias) {
+                          double epsilon, const SumsOutput& dbias) {
   const Stream stream = bridge::current_stream(x.device);
   QuantizeBlocksArgs args{.x = x,
                           .dtype = codec_of(format),
@@ -63,9 +64,10 @@ void quantize_blocks_into(const TensorView& x, const TensorView& rowwise,
                           .epsilon = static_cast<float>(epsilon),
                           .rowwise = {rowwise, row_scales},
                           .columnwise = {columnwise, column_scales},
-                          .dbias = dbias,
+                          .dbias = dbias.to,
                           .workspace = {}};
-  if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
+  if (dbias.to)
+    args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols(), dbias.later);
   quantize_blocks(args, stream);
 }
 

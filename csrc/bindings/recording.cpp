@@ -85,6 +85,7 @@ class Recording {
     for (const auto& call : recorder.calls)
       if (!call->place(ranges, device_, problem)) return problem;
     calls_ = recorder.calls;
+    find_sums(uses);
     made_.resize(calls_.size() + 1);
     dropped_.resize(calls_.size());
     for (size_t slot = 0; slot < uses.size(); ++slot) {
@@ -120,16 +121,35 @@ class Recording {
           make(allocations_[slot - count], memory, slot);
       }
     };
+    SumsAtEnd sums(device_);
     for (size_t i = 0; i < calls_.size(); ++i) {
       make_for(i);
-      calls_[i]->run(memory.bases);
+      calls_[i]->run(memory.bases, sums.usable() && at_end_[i] ? &sums : nullptr);
       for (const size_t slot : dropped_[i]) memory.put(slot, py::none(), {});
     }
+    sums.add_up();
     make_for(calls_.size());
     return memory.tensors;
   }
 
  private:
+  // The sums of a call can be added up at the end if Python reads them, but no later call does.
+  void find_sums(const py::list& uses) {
+    std::vector<bool> only_python(uses.size());
+    for (size_t slot = 0; slot < uses.size(); ++slot)
+      only_python[slot] = py::cast<Uses>(uses[slot]).second < 0;
+    const auto can_wait = [&](int slot) {
+      return slot >= 0 && only_python[static_cast<size_t>(slot)];
+    };
+    at_end_.resize(calls_.size());
+    for (size_t i = calls_.size(); i-- > 0;) {
+      const std::vector<int> sums = calls_[i]->slots_of_sums();
+      at_end_[i] = !sums.empty() && std::ranges::all_of(sums, can_wait);
+      for (const int slot : calls_[i]->slots())
+        if (slot >= 0) only_python[static_cast<size_t>(slot)] = false;
+    }
+  }
+
   struct Memory {
     explicit Memory(size_t slots) : tensors(slots), bases(slots) {}
 
@@ -155,6 +175,7 @@ class Recording {
   }
 
   std::vector<std::shared_ptr<RecordedCall>> calls_;
+  std::vector<bool> at_end_;                  // whether the sums of a call are added up at the end
   std::vector<std::vector<size_t>> made_;     // slots to make before each call, and after the last
   std::vector<std::vector<size_t>> dropped_;  // slots to drop after each call
   std::vector<TensorView> inputs_;

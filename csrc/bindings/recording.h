@@ -10,6 +10,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "bindings/tensor_bridge.h"
+#include "bindings/workspace.h"
 
 namespace te::bindings {
 
@@ -47,6 +49,12 @@ std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view);
 void run_definition(const std::vector<pybind11::object>& arguments);
 pybind11::object describe_memory(const TensorView& view);
 
+// An output of sums over rows: an argument that Python passes as a tensor or None.
+struct SumsOutput {
+  TensorView to;
+  SumsAtEnd* later = nullptr;  // of the recording that runs the op, if it adds up these sums
+};
+
 template <class T>
 inline constexpr bool kHoldsViews = std::is_same_v<T, std::vector<TensorView>>;
 template <size_t n>
@@ -58,6 +66,8 @@ template <class T, class Use>
 void each_view(T& argument, const Use& use) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, TensorView>) {
     use(argument);
+  } else if constexpr (std::is_same_v<std::remove_const_t<T>, SumsOutput>) {
+    use(argument.to);
   } else if constexpr (kHoldsViews<std::remove_const_t<T>>) {
     for (auto& view : argument) use(view);
   }
@@ -84,7 +94,11 @@ class RecordedCall {
   virtual std::vector<uintptr_t> addresses() const = 0;
   // Finds the slice of every tensor. Returns false and sets `problem` if a tensor is in no range.
   virtual bool place(const Ranges& ranges, Device device, std::string& problem) = 0;
-  virtual void run(const Bases& bases) const = 0;
+  // The slots of its tensors, and of its outputs of sums alone; -1 is persistent memory.
+  virtual std::vector<int> slots() const = 0;
+  virtual std::vector<int> slots_of_sums() const = 0;
+  // `sums` adds up the sums of the call; null: the op does.
+  virtual void run(const Bases& bases, SumsAtEnd* sums) const = 0;
 };
 
 class Recorder {
@@ -126,12 +140,29 @@ class CallOf final : public RecordedCall {
     return known;
   }
 
-  void run(const Bases& bases) const override {
+  std::vector<int> slots() const override {
+    std::vector<int> found;
+    each(arguments_, [&](size_t i, const TensorView&) { found.push_back(slices_[i].slot); });
+    return found;
+  }
+
+  std::vector<int> slots_of_sums() const override {
+    std::vector<const TensorView*> sums;
+    each_sums(arguments_, [&](const SumsOutput& output) { sums.push_back(&output.to); });
+    std::vector<int> found;
+    each(arguments_, [&](size_t i, const TensorView& view) {
+      if (std::ranges::find(sums, &view) != sums.end()) found.push_back(slices_[i].slot);
+    });
+    return found;
+  }
+
+  void run(const Bases& bases, SumsAtEnd* sums) const override {
     auto arguments = arguments_;  // another thread may run the same call
     each(arguments, [&](size_t i, TensorView& view) {
       const BufferSlice slice = slices_[i];
       if (slice.slot >= 0) view.data = bases[static_cast<size_t>(slice.slot)] + slice.offset;
     });
+    each_sums(arguments, [&](SumsOutput& output) { output.later = sums; });
     const auto call = [](const Args&... args) { return call_op<op>(args...); };
     if constexpr (std::is_void_v<decltype(std::apply(call, arguments))>) {
       std::apply(call, arguments);
@@ -152,6 +183,15 @@ class CallOf final : public RecordedCall {
       if (view && view.data != nullptr) use(i, view);
     };
     std::apply([&](auto&... argument) { (each_view(argument, visit), ...); }, arguments);
+  }
+
+  template <class Tuple, class Use>
+  static void each_sums(Tuple& arguments, const Use& use) {
+    const auto visit = [&](auto& argument) {
+      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(argument)>, SumsOutput>)
+        use(argument);
+    };
+    std::apply([&](auto&... argument) { (visit(argument), ...); }, arguments);
   }
 
   static void define(const Arguments& arguments) {
@@ -191,3 +231,19 @@ inline constexpr auto recordable = &Recordable<op>::call;
 void bind_recording(pybind11::module_& m);
 
 }  // namespace te::bindings
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<te::bindings::SumsOutput> {
+  PYBIND11_TYPE_CASTER(te::bindings::SumsOutput, const_name("torch.Tensor | None"));
+
+  bool load(handle source, bool convert) {
+    type_caster<te::TensorView> tensor;
+    if (!tensor.load(source, convert)) return false;
+    value.to = tensor;
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail

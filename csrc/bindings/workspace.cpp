@@ -1,12 +1,12 @@
 #include "bindings/workspace.h"
 
+#include <bit>
 #include <map>
 #include <tuple>
 #include <vector>
 
 #include "bindings/tensor_bridge.h"
 #include "ops/amax.h"
-#include "ops/column_sum.h"
 #include "ops/moments.h"
 
 namespace te::bindings {
@@ -14,14 +14,14 @@ namespace {
 
 namespace py = pybind11;
 
-enum class Purpose { Gemm, ColumnSum, Moments, Amax, Attention, Recording };
+enum class Purpose { Gemm, ColumnSum, SumsAtEnd, Moments, Amax, Attention, Recording };
 
 constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algorithms expect
 
 struct Buffer {
   py::object tensor;
   TensorView view;
-  bool leased = false;  // a RecordingScratch uses it
+  bool leased = false;  // a running recording uses it
 };
 
 // The GIL guards this table. It is never destroyed, because Python ends before static destructors.
@@ -60,9 +60,50 @@ TensorView gemm_workspace(Device device, Stream stream) {
   return buffer(Purpose::Gemm, device, stream, kGemmBytes);
 }
 
-TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols) {
+ColumnSumWorkspace column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols,
+                                        SumsAtEnd* later) {
   if (device.type == DeviceType::CPU) return {};
-  return buffer(Purpose::ColumnSum, device, stream, column_sum_workspace_bytes(rows, cols));
+  if (later != nullptr) return later->workspace(rows, cols);
+  return {buffer(Purpose::ColumnSum, device, stream, column_sum_workspace_bytes(rows, cols))};
+}
+
+SumsAtEnd::SumsAtEnd(Device device) : device_(device) {
+  if (device.type == DeviceType::CPU) return;
+  stream_ = bridge::current_stream(device);
+  Buffer& found = table().buffers[{Purpose::SumsAtEnd, device.index, stream_.handle}];
+  if (found.leased) return;
+  leased_ = &found.leased;
+  *leased_ = true;
+}
+
+SumsAtEnd::~SumsAtEnd() {
+  if (leased_ != nullptr) *leased_ = false;
+}
+
+ColumnSumWorkspace SumsAtEnd::workspace(int64_t rows, int64_t cols) {
+  constexpr uintptr_t kAlignment = 256;
+  if (sums_.size() > seen_) {  // the op before has left fewer parts than it had room for
+    const ColumnSum& last = sums_.back();
+    seen_ = sums_.size();
+    const auto end = reinterpret_cast<uintptr_t>(last.parts + last.count * last.pitch);
+    free_ = reinterpret_cast<char*>((end + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  const int64_t bytes = column_sum_workspace_bytes(rows, cols);
+  if (end_ - free_ < bytes) {
+    const auto needed = static_cast<uint64_t>(free_ - begin_ + bytes);
+    const TensorView all =
+        buffer(Purpose::SumsAtEnd, device_, stream_, static_cast<int64_t>(std::bit_ceil(needed)));
+    begin_ = free_ = all.ptr<char>();
+    end_ = begin_ + all.bytes();
+  }
+  TensorView memory{.data = free_, .dtype = DType::UInt8, .device = device_, .rank = 1};
+  memory.sizes[0] = end_ - free_;
+  memory.strides[0] = 1;
+  return {memory, &sums_};
+}
+
+void SumsAtEnd::add_up() const {
+  if (!sums_.empty()) cuda::add_column_parts(sums_, stream_);
 }
 
 TensorView moments_workspace(Device device, Stream stream, int64_t rows, int64_t cols) {

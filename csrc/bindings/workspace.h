@@ -11,6 +11,7 @@
 #include <pybind11/pybind11.h>
 
 #include "core/tensor_view.h"
+#include "ops/column_sum.h"
 #include "ops/moments.h"
 
 namespace te::bindings {
@@ -18,8 +19,35 @@ namespace te::bindings {
 // The workspace of a GEMM, 32 MiB on CUDA; absent on the CPU.
 TensorView gemm_workspace(Device device, Stream stream);
 
-// Partial column sums of a [rows, cols] value; absent on the CPU, which needs none.
-TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols);
+// The column sums of a running recording that one launch adds up at its end, instead of a launch
+// after each op. Until then, every op has its own part of the memory. Another recording that runs
+// meanwhile on the same stream leaves its sums to its ops, and so do recordings on the CPU.
+class SumsAtEnd {
+ public:
+  explicit SumsAtEnd(Device device);
+  ~SumsAtEnd();
+  SumsAtEnd(const SumsAtEnd&) = delete;
+  SumsAtEnd& operator=(const SumsAtEnd&) = delete;
+
+  bool usable() const { return leased_ != nullptr; }
+  ColumnSumWorkspace workspace(int64_t rows, int64_t cols);
+  void add_up() const;
+
+ private:
+  Device device_;
+  Stream stream_;
+  bool* leased_ = nullptr;
+  ColumnSums sums_;
+  char* begin_ = nullptr;  // of the buffer
+  char* free_ = nullptr;   // its first byte that is not in use
+  char* end_ = nullptr;
+  size_t seen_ = 0;  // number of sums that lie before free_
+};
+
+// Partial column sums of a [rows, cols] value; absent on the CPU, which needs none. `later` may be
+// null.
+ColumnSumWorkspace column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols,
+                                        SumsAtEnd* later);
 
 // The workspace in which the blocks of a kernel merge moments; absent on the CPU. `rows` and `cols`
 // are the sizes of the value if an op takes moments beside its work, and 0 for the op `moments`.

@@ -55,7 +55,7 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor
       .quantized = sink_of(args.quantized),
       .e5m2 = args.quantized.dtype == DType::Float8E5M2,
       .current = sink_of(args.current),
-      .column_parts = args.dbias ? args.workspace.ptr<float>() : nullptr,
+      .column_parts = args.dbias ? args.workspace.memory.ptr<float>() : nullptr,
       .again = {args.again.y.data, again.columnwise.ptr<uint8_t>(), again.scales.ptr<float>(),
                 again.dtype == DType::Float8E5M2, args.again.rounded}};
   if constexpr (kGated) map.inputs[2] = x.ptr<char>() + cols * size_of(x.dtype);
@@ -73,8 +73,8 @@ void activation_backward(const ActivationBackwardArgs& args, Stream on) {
                   [&](auto again) { backward<again()>(args, unit, factor, stream); });
   });
   if (args.dbias)
-    reduce_column_parts(args.workspace.ptr<float>(), ceil_div(args.x.rows(), kTile), args.x.cols(),
-                        args.dbias, stream);
+    finish_column_sums(args.workspace, ceil_div(args.x.rows(), kTile), args.x.cols(), args.dbias,
+                       {}, stream);
 }
 
 }  // namespace te::cuda

@@ -1,6 +1,7 @@
 #include "cuda/column_sum.h"
 
 #include "cuda/device/dependent_launch.cuh"
+#include "cuda/device/tensor_batch.cuh"
 #include "cuda/device/vector.cuh"
 
 namespace te::cuda {
@@ -10,75 +11,113 @@ constexpr int kColumns = 32;  // columns of a block: 128 contiguous bytes of a p
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 
+struct Sum {
+  const float* parts;
+  void* out;
+  int64_t count;
+  int64_t pitch;
+  int64_t cols;
+  DType dtype;
+  bool wide;  // four columns may be read at once
+};
+
+struct Batch {
+  TensorBatch<Sum, 64> sums;  // arguments of a kernel are at most 4 KiB
+};
+static_assert(sizeof(Batch) <= 4096);
+
 // The sums of kWide columns over the parts of this thread: `first` and every kSide-th part after
 // it.
 template <int kWide, int kSide>
-__device__ __forceinline__ Pack<float, kWide> sum_of_parts(const float* partials, int64_t parts,
+__device__ __forceinline__ Pack<float, kWide> sum_of_parts(const float* parts, int64_t count,
                                                            int64_t pitch, int first) {
   Pack<float, kWide> sum{};
 #pragma unroll 4
-  for (int64_t part = first; part < parts; part += kSide) {
-    const auto values = load_pack<float, kWide>(partials + part * pitch);
+  for (int64_t part = first; part < count; part += kSide) {
+    const auto values = load_pack<float, kWide>(parts + part * pitch);
 #pragma unroll
     for (int k = 0; k < kWide; ++k) sum.at[k] += values.at[k];
   }
   return sum;
 }
 
-// A block sums 32 columns of the vector blockIdx.y over all parts. The parts are divided among
-// threads that own the same columns: those of one warp add their sums by shuffles, then the sums of
-// the warps are added in order.
-template <class Out, int kWide>
-__global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const float* partials, int64_t parts, int64_t pitch, int64_t cols, Out* first,
-                  Out* second) {
+// Adds the parts of a block's columns. The parts are divided among threads that own the same
+// columns: those of one warp add their sums by shuffles, and each warp leaves one sum of a column.
+template <int kWide>
+__device__ __forceinline__ void add_parts(const Sum& of, int64_t block_col,
+                                          float (&sums)[kWarps][kColumns]) {
   constexpr int kOwners = kColumns / kWide;  // threads that cover the block's columns once
-  __shared__ float sums[kWarps][kColumns];
-  follow_previous_kernel();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int64_t block_col = static_cast<int64_t>(blockIdx.x) * kColumns;
   const int owned = lane % kOwners * kWide;
-  partials += blockIdx.y * cols + block_col + owned;
   Pack<float, kWide> sum{};
-  if (block_col + owned < cols)
-    sum = sum_of_parts<kWide, kThreads / kOwners>(partials, parts, pitch, thread / kOwners);
+  if (block_col + owned < of.cols)
+    sum = sum_of_parts<kWide, kThreads / kOwners>(of.parts + block_col + owned, of.count, of.pitch,
+                                                  thread / kOwners);
 #pragma unroll
   for (int k = 0; k < kWide; ++k)
 #pragma unroll
     for (int offset = 16; offset >= kOwners; offset /= 2)
       sum.at[k] += __shfl_xor_sync(0xffffffffu, sum.at[k], offset);
   if (lane < kOwners) store_pack(&sums[thread / 32][owned], sum);
+}
+
+__device__ __forceinline__ void store(const Sum& of, int64_t col, float value) {
+  switch (of.dtype) {
+    case DType::Float16: static_cast<Half*>(of.out)[col] = Half(value); break;
+    case DType::BFloat16: static_cast<BFloat16*>(of.out)[col] = BFloat16(value); break;
+    default: static_cast<float*>(of.out)[col] = value;
+  }
+}
+
+// A block sums 32 columns over all parts.
+__global__ void __launch_bounds__(kThreads)
+    add_column_parts_kernel(const __grid_constant__ Batch batch) {
+  __shared__ float sums[kWarps][kColumns];
+  follow_previous_kernel();
+  const int index = batch.sums.tensor_of(blockIdx.x);
+  const Sum& of = batch.sums.tensors[index];
+  const int64_t block_col = int64_t{blockIdx.x - batch.sums.first_block[index]} * kColumns;
+  if (of.wide)
+    add_parts<4>(of, block_col, sums);
+  else
+    add_parts<1>(of, block_col, sums);
   __syncthreads();
-  if (thread >= kColumns || block_col + thread >= cols) return;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread >= kColumns || block_col + thread >= of.cols) return;
   float total = sums[0][thread];
 #pragma unroll
   for (int warp = 1; warp < kWarps; ++warp) total += sums[warp][thread];
-  (blockIdx.y == 0 ? first : second)[block_col + thread] = Out(total);
-}
-
-void launch(const float* partials, int64_t parts, int64_t pitch, const TensorView& first,
-            const TensorView& second, cudaStream_t stream) {
-  const int64_t cols = first.numel();
-  if (cols == 0) return;
-  const dim3 blocks(static_cast<unsigned>(ceil_div(cols, kColumns)), second ? 2 : 1);
-  const bool wide = cols % 4 == 0 && pitch % 4 == 0 && is_aligned(partials, 16);
-  dispatch_high_precision(first.dtype, "column_sum", [&](auto tag) {
-    using Out = typename decltype(tag)::type;
-    launch_dependent(wide ? &reduce_kernel<Out, 4> : &reduce_kernel<Out, 1>, blocks, dim3(kThreads),
-                     0, stream, partials, parts, pitch, cols, first.ptr<Out>(), second.ptr<Out>());
-  });
+  store(of, block_col + thread, total);
 }
 
 }  // namespace
 
-void reduce_column_parts(const float* partials, int64_t parts, int64_t pitch, const TensorView& out,
-                         cudaStream_t stream) {
-  launch(partials, parts, pitch, out, {}, stream);
+void add_column_parts(const ColumnSums& sums, Stream stream) {
+  const DeviceGuard guard(sums.front().out.device);
+  Batch batch;
+  const auto launch = [&] {
+    if (batch.sums.blocks != 0)
+      launch_dependent(add_column_parts_kernel, batch.sums.blocks, kThreads, 0, stream_of(stream),
+                       batch);
+    batch.sums.clear();
+  };
+  for (const ColumnSum& sum : sums) {
+    const int64_t cols = sum.out.numel();
+    const bool wide = cols % 4 == 0 && sum.pitch % 4 == 0 && is_aligned(sum.parts, 16);
+    const Sum one{sum.parts, sum.out.data, sum.count, sum.pitch, cols, sum.out.dtype, wide};
+    batch.sums.add(one, ceil_div(cols, kColumns));
+    if (batch.sums.is_full()) launch();
+  }
+  launch();
 }
 
-void reduce_column_parts(const float* partials, int64_t parts, const TensorView& first,
-                         const TensorView& second, cudaStream_t stream) {
-  launch(partials, parts, 2 * first.numel(), first, second, stream);
+void finish_column_sums(const ColumnSumWorkspace& workspace, int64_t parts, int64_t pitch,
+                        const TensorView& first, const TensorView& second, cudaStream_t stream) {
+  const auto* memory = workspace.memory.ptr<float>();
+  ColumnSums sums{{memory, parts, pitch, first}};
+  if (second) sums.push_back({memory + first.numel(), parts, pitch, second});
+  if (workspace.later == nullptr) return add_column_parts(sums, {stream});
+  workspace.later->insert(workspace.later->end(), sums.begin(), sums.end());
 }
 
 }  // namespace te::cuda

@@ -223,30 +223,30 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   leave_part(sums, c.partials, c.cols);
 }
 
+// Returns the number of parts.
 template <int V, class In, class Out>
-void launch_columns(Columns<In, Out> c, const Randomness& randomness, const TensorView& dbias,
-                    cudaStream_t stream) {
+int64_t launch_columns(Columns<In, Out> c, const Randomness& randomness, Device device,
+                       cudaStream_t stream) {
   // One wave of blocks: all parts run at the same time, and few partial sums are left to add.
   const int64_t tiles = ceil_div(c.cols, int64_t{kWarp} * V);
-  const int64_t wave = int64_t{multiprocessors(dbias.device)} * kBlocksPerMultiprocessor;
+  const int64_t wave = int64_t{multiprocessors(device)} * kBlocksPerMultiprocessor;
   const int64_t most = std::min<int64_t>(ceil_div(c.rows, kRowsPerColumnPart), kMostBlocksInY);
   c.rows_per_part = ceil_div(c.rows, std::clamp<int64_t>(wave / tiles, 1, most));
   const int64_t parts = ceil_div(c.rows, c.rows_per_part);
   const dim3 blocks(static_cast<unsigned>(tiles), static_cast<unsigned>(parts));
   launch_dependent(columns_kernel<In, Out, V>, blocks, dim3(kWarp, kWarps), 0, stream, c,
                    randomness);
-  reduce_column_parts(c.partials, parts, c.cols, dbias, stream);
+  return parts;
 }
 
 template <class In, class Out>
-void sum_columns(const Columns<In, Out>& c, const Randomness& randomness, const TensorView& dbias,
-                 cudaStream_t stream) {
+int64_t sum_columns(const Columns<In, Out>& c, const Randomness& randomness, Device device,
+                    cudaStream_t stream) {
   constexpr int V = kElements<In, Out>;
-  if (c.rows == 0 || c.cols == 0) return reduce_column_parts(nullptr, 0, c.cols, dbias, stream);
+  if (c.rows == 0 || c.cols == 0) return 0;
   if (is_aligned(c.dout, V * sizeof(In)) && is_aligned(c.dx, V * sizeof(Out)) && c.cols % V == 0)
-    launch_columns<V>(c, randomness, dbias, stream);
-  else
-    launch_columns<1>(c, randomness, dbias, stream);
+    return launch_columns<V>(c, randomness, device, stream);
+  return launch_columns<1>(c, randomness, device, stream);
 }
 
 // Calls f(Tag of In, Tag of Out).
@@ -283,9 +283,10 @@ void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream) {
     using Out = typename decltype(out)::type;
     if (args.dbias) {
       const Columns<In, Out> columns{
-          dout.ptr<In>(), args.dx.ptr<Out>(), args.workspace.ptr<float>(),
+          dout.ptr<In>(), args.dx.ptr<Out>(), args.workspace.memory.ptr<float>(),
           dout.rows(),    dout.cols(),        0};
-      sum_columns(columns, randomness, args.dbias, stream_of(stream));
+      const int64_t parts = sum_columns(columns, randomness, dout.device, stream_of(stream));
+      finish_column_sums(args.workspace, parts, dout.cols(), args.dbias, {}, stream_of(stream));
     } else {
       const Line<In, Out> line{dout.ptr<In>(),     nullptr,      nullptr,
                                args.dx.ptr<Out>(), dout.numel(), dout.cols()};

@@ -7,6 +7,7 @@
 #include "ops/amax.h"
 #include "ops/attention.h"
 #include "ops/cast.h"
+#include "ops/column_sum.h"
 #include "ops/copy.h"
 #include "ops/cross_entropy.h"
 #include "ops/delayed_scaling.h"
@@ -50,6 +51,7 @@ std::vector<GemmAlgorithm> gemm_guesses(int) { absent("gemm"); }
 std::vector<GemmAlgorithm> gemm_neighbours(const GemmAlgorithm&) { absent("gemm"); }
 bool gemm_use(const GemmAlgorithm&) { absent("gemm"); }
 void gemm_use_guess() { absent("gemm"); }
+void add_column_parts(const ColumnSums&, Stream) { absent("column_sum"); }
 int64_t attention_graph_count() { return 0; }
 std::string attention_refusal(const AttentionArgs&, const AttentionGradients*) {
   return lack_of("CUDA");

@@ -208,14 +208,14 @@ void norm_backward_any(const NormBackwardArgs& args, cudaStream_t stream) {
                           .cols = cols,
                           .mean = args.mean.ptr<float>(),
                           .rstd = args.rstd.ptr<float>(),
-                          .partials = args.workspace.ptr<float>(),
+                          .partials = args.workspace.memory.ptr<float>(),
                           .rows_per_part = rows_per_part};
   if (rows > 0) {
     launch_dependent(data_kernel, grid_of_rows(args.x), kThreads, 0, stream, p);
     const dim3 grid(static_cast<unsigned>(ceil_div(cols, kThreads)), static_cast<unsigned>(parts));
     launch_dependent(parameters_kernel, grid, kThreads, 0, stream, p);
   }
-  reduce_column_parts(p.partials, parts, args.dgamma, args.dbeta, stream);
+  finish_column_sums(args.workspace, parts, 2 * cols, args.dgamma, args.dbeta, stream);
 }
 
 }  // namespace te::cuda

@@ -107,7 +107,7 @@ bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
     if (policy.packs == 4) return launch<In, Gradient, kind(), 4>(p, how);
     return launch<In, Gradient, kind(), 2>(p, how);
   });
-  reduce_column_parts(p.partials, parts, args.dgamma, args.dbeta, stream);
+  finish_column_sums(args.workspace, parts, 2 * cols, args.dgamma, args.dbeta, stream);
   return true;
 }
 

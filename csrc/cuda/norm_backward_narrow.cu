@@ -43,7 +43,8 @@ bool norm_backward_narrow(const NormBackwardArgs& args, cudaStream_t stream) {
     using Gradient = typename decltype(dy)::type;
     launch<In, Gradient, kind()>(p, policy, stream);
   });
-  reduce_column_parts(p.partials, policy.blocks, args.dgamma, args.dbeta, stream);
+  finish_column_sums(args.workspace, policy.blocks, 2 * args.x.cols(), args.dgamma, args.dbeta,
+                     stream);
   return true;
 }
 

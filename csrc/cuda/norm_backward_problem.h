@@ -35,12 +35,13 @@ struct NormBackwardProblem {
         cols(static_cast<int>(args.x.cols())),
         mean(args.mean.ptr<float>()),
         rstd(args.rstd.ptr<float>()),
-        partials(args.workspace.ptr<float>()) {}
+        partials(args.workspace.memory.ptr<float>()) {}
 
   // Whether the kernels can use accesses of 16 bytes and 32-bit indices, and are compiled for the
   // dtypes.
   static bool fits(const NormBackwardArgs& args) {
-    for (const TensorView* t : {&args.x, &args.dy, &args.residual_grad, &args.dx, &args.workspace})
+    for (const TensorView* t :
+         {&args.x, &args.dy, &args.residual_grad, &args.dx, &args.workspace.memory})
       if (!is_aligned(t->data, 16)) return false;
     const bool usual = args.dy.dtype == args.x.dtype || args.x.dtype == DType::Float32;
     const int64_t rows = args.x.rows(), cols = args.x.cols();

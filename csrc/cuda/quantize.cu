@@ -102,7 +102,7 @@ bool by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
                                 .backwards = !args.out.scale,  // amax has just read x
                                 .quantized = sink_of(args.out),
                                 .e5m2 = args.out.dtype == DType::Float8E5M2,
-                                .column_parts = args.workspace.ptr<float>()},
+                                .column_parts = args.workspace.memory.ptr<float>()},
       args.x.dtype, args.moments, "quantize", stream);
 }
 
@@ -194,8 +194,8 @@ void quantize(const QuantizeArgs& args, Stream on) {
   bool taken = false;
   if (args.dbias) {
     taken = by_tiles<true>(args, stream);
-    reduce_column_parts(args.workspace.ptr<float>(), ceil_div(args.x.rows(), kTile), args.x.cols(),
-                        args.dbias, stream);
+    finish_column_sums(args.workspace, ceil_div(args.x.rows(), kTile), args.x.cols(), args.dbias,
+                       {}, stream);
   } else if (args.out.columnwise) {
     taken = by_tiles<false>(args, stream);
   } else {

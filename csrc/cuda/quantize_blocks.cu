@@ -285,7 +285,7 @@ void quantize_blocks(const QuantizeBlocksArgs& args, Stream on) {
                          .epsilon = args.epsilon,
                          .e5m2 = args.dtype == DType::Float8E5M2,
                          .power_of_2 = args.power_of_2,
-                         .column_parts = args.workspace.ptr<float>()};
+                         .column_parts = args.workspace.memory.ptr<float>()};
   const bool wide =
       x.cols() % 8 == 0 && is_aligned(x.data, 16) && is_aligned(args.rowwise.codes.data, 8);
   if (x.numel() > 0) {
@@ -303,8 +303,7 @@ void quantize_blocks(const QuantizeBlocksArgs& args, Stream on) {
     });
   }
   if (args.dbias)
-    reduce_column_parts(args.workspace.ptr<float>(), ceil_div(x.rows(), kTile), x.cols(),
-                        args.dbias, stream);
+    finish_column_sums(args.workspace, ceil_div(x.rows(), kTile), x.cols(), args.dbias, {}, stream);
 }
 
 }  // namespace te::cuda

@@ -9,6 +9,7 @@
 
 #include "core/activation_math.h"
 #include "core/quantized_view.h"
+#include "ops/column_sum.h"
 #include "ops/moments.h"
 
 namespace te {
@@ -37,15 +38,15 @@ struct ActivationAgain {
 struct ActivationBackwardArgs {
   ActivationKind kind = ActivationKind::Gelu;
   ActivationParameters parameters;
-  TensorView dy;            // [..., n]
-  TensorView x;             // [..., n] or [..., 2n]: what forward read
-  TensorView dx;            // shape of x, plain result; may be absent
-  QuantizedView quantized;  // FP8 of dx from the fp32 value; may be absent
-  CurrentScale current;     // scale of dx as rounded to its dtype; needs dx; may be absent
-  TensorView dbias;         // [n or 2n]: column sums of the fp32 dx; may be absent
-  TensorView workspace;     // column_sum_workspace_bytes(); only with dbias
-  MomentsSink moments;      // of dx as rounded to its dtype; may be absent
-  ActivationAgain again;    // may be absent; excludes moments
+  TensorView dy;                 // [..., n]
+  TensorView x;                  // [..., n] or [..., 2n]: what forward read
+  TensorView dx;                 // shape of x, plain result; may be absent
+  QuantizedView quantized;       // FP8 of dx from the fp32 value; may be absent
+  CurrentScale current;          // scale of dx as rounded to its dtype; needs dx; may be absent
+  TensorView dbias;              // [n or 2n]: column sums of the fp32 dx; may be absent
+  ColumnSumWorkspace workspace;  // only with dbias
+  MomentsSink moments;           // of dx as rounded to its dtype; may be absent
+  ActivationAgain again;         // may be absent; excludes moments
 };
 
 // Whether the kernels for these tensors can take moments of their result without a plain result: of

@@ -1,7 +1,5 @@
 #include "ops/check.h"
 
-#include "ops/column_sum.h"
-
 namespace te::check {
 
 void defined(const TensorView& t, std::string_view op, std::string_view name) {
@@ -120,18 +118,18 @@ void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorV
   running_amax(q, like, op);
 }
 
-void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
-                          std::string_view op) {
+void column_sum_workspace(const ColumnSumWorkspace& found, const TensorView& like, int64_t rows,
+                          int64_t cols, std::string_view op) {
   if (like.device.type == DeviceType::CPU) return;
-  workspace(t, column_sum_workspace_bytes(rows, cols), like, op);
+  workspace(found.memory, column_sum_workspace_bytes(rows, cols), like, op);
 }
 
-void dbias(const TensorView& t, const TensorView& memory, const TensorView& like,
+void dbias(const TensorView& t, const ColumnSumWorkspace& found, const TensorView& like,
            std::string_view op) {
   if (!t) return;
   high_precision(t, op, "dbias");
   vector(t, like.cols(), t.dtype, like, op, "dbias");
-  column_sum_workspace(memory, like, like.rows(), like.cols(), op);
+  column_sum_workspace(found, like, like.rows(), like.cols(), op);
 }
 
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op) {

@@ -5,6 +5,7 @@
 #include "core/quantized_view.h"
 #include "core/scale_blocks.h"
 #include "core/tensor_view.h"
+#include "ops/column_sum.h"
 #include "ops/moments.h"
 
 namespace te::check {
@@ -47,10 +48,10 @@ void running_amax(const QuantizedView& q, const TensorView& like, std::string_vi
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
                std::string_view op);
 // A workspace for the partial column sums of a [rows, cols] value; not needed on the CPU.
-void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
-                          std::string_view op);
-// A bias gradient (column sums of `like`), and `memory` as its workspace; both may be absent.
-void dbias(const TensorView& t, const TensorView& memory, const TensorView& like,
+void column_sum_workspace(const ColumnSumWorkspace& found, const TensorView& like, int64_t rows,
+                          int64_t cols, std::string_view op);
+// A bias gradient (column sums of `like`) and its workspace; both may be absent.
+void dbias(const TensorView& t, const ColumnSumWorkspace& found, const TensorView& like,
            std::string_view op);
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op);
 // A row of `fields` doubles, its flag and its workspace, for a tensor on the device of `like`.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "core/tensor_view.h"
+#include "ops/column_sum.h"
 
 namespace te {
 
@@ -24,9 +25,9 @@ struct DropoutAddBackwardArgs {
   TensorView dout;  // [..., cols], fp32/fp16/bf16, contiguous
   TensorView seed;
   float p = 0.0f;
-  TensorView dx;         // dout * keep / (1 - p), any of the three dtypes; may be absent
-  TensorView dbias;      // [cols]: column sums of fp32 dx; may be absent
-  TensorView workspace;  // column_sum_workspace_bytes(); only with dbias
+  TensorView dx;                 // dout * keep / (1 - p), any of the three dtypes; may be absent
+  TensorView dbias;              // [cols]: column sums of fp32 dx; may be absent
+  ColumnSumWorkspace workspace;  // only with dbias
 };
 
 void dropout_add_forward(const DropoutAddForwardArgs& args, Stream stream);

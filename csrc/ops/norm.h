@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/quantized_view.h"
+#include "ops/column_sum.h"
 #include "ops/moments.h"
 
 namespace te {
@@ -36,11 +37,11 @@ struct NormBackwardArgs {
   TensorView rstd;
   bool zero_centered = false;
   TensorView
-      residual_grad;     // added to dx before its rounding; shape and dtype of dx; may be absent
-  TensorView dx;         // shape and dtype of x
-  TensorView dgamma;     // [cols], dtype of gamma
-  TensorView dbeta;      // [cols], LayerNorm only
-  TensorView workspace;  // column_sum_workspace_bytes(rows, 2 * cols); absent on the CPU
+      residual_grad;  // added to dx before its rounding; shape and dtype of dx; may be absent
+  TensorView dx;      // shape and dtype of x
+  TensorView dgamma;  // [cols], dtype of gamma
+  TensorView dbeta;   // [cols], LayerNorm only
+  ColumnSumWorkspace workspace;  // of 2 * cols columns
 };
 
 void norm_forward(const NormForwardArgs& args, Stream stream);

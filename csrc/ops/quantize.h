@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/quantized_view.h"
+#include "ops/column_sum.h"
 #include "ops/moments.h"
 
 namespace te {
@@ -13,9 +14,9 @@ namespace te {
 struct QuantizeArgs {
   TensorView x;  // [..., cols], fp32/fp16/bf16, contiguous; rows = product of the leading sizes
   QuantizedView out;
-  TensorView dbias;      // [cols], fp32/fp16/bf16; may be absent
-  TensorView workspace;  // column_sum_workspace_bytes(); only where dbias is given
-  MomentsSink moments;   // of x; may be absent
+  TensorView dbias;              // [cols], fp32/fp16/bf16; may be absent
+  ColumnSumWorkspace workspace;  // only where dbias is given
+  MomentsSink moments;           // of x; may be absent
 };
 
 void quantize(const QuantizeArgs& args, Stream stream);

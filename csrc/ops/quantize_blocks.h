@@ -13,6 +13,7 @@
 
 #include "core/scale_blocks.h"
 #include "core/tensor_view.h"
+#include "ops/column_sum.h"
 
 namespace te {
 
@@ -29,10 +30,10 @@ struct QuantizeBlocksArgs {
   ScaleBlocks blocks = ScaleBlocks::Rows;
   bool power_of_2 = true;
   float epsilon = 0.0f;
-  BlockCodes rowwise;     // [rows, cols]; may be absent
-  BlockCodes columnwise;  // [cols, rows]; may be absent
-  TensorView dbias;       // [cols], fp32/fp16/bf16; may be absent
-  TensorView workspace;   // column_sum_workspace_bytes(); only where dbias is given
+  BlockCodes rowwise;            // [rows, cols]; may be absent
+  BlockCodes columnwise;         // [cols, rows]; may be absent
+  TensorView dbias;              // [cols], fp32/fp16/bf16; may be absent
+  ColumnSumWorkspace workspace;  // only where dbias is given
 };
 
 void quantize_blocks(const QuantizeBlocksArgs& args, Stream stream);
