@@ -10,15 +10,16 @@ namespace {
 constexpr const char* kOp = "row sink";
 
 template <class Fp8>
-void write_codes(const QuantizedView& out, float scale, int64_t row, int64_t rows,
+void write_codes(const QuantizedView& out, float scale, int64_t row,
                  const std::vector<float>& values) {
   const auto cols = static_cast<int64_t>(values.size());
   uint8_t* rowwise = out.rowwise.ptr<uint8_t>();
   uint8_t* columnwise = out.columnwise.ptr<uint8_t>();
+  const int64_t pitch = columnwise ? out.columnwise.stride(-2) : 0;
   for (int64_t j = 0; j < cols; ++j) {
     const uint8_t code = Fp8::encode(values[static_cast<size_t>(j)] * scale);
     if (rowwise) rowwise[row * cols + j] = code;
-    if (columnwise) columnwise[j * rows + row] = code;
+    if (columnwise) columnwise[j * pitch + row] = code;
   }
 }
 
@@ -51,7 +52,7 @@ float RowSink::write(int64_t row, const std::vector<float>& values) const {
   }
   if (quantized_) {
     dispatch_fp8(quantized_.dtype, kOp, [&](auto tag) {
-      write_codes<typename decltype(tag)::type>(quantized_, scale_, row, rows_, values);
+      write_codes<typename decltype(tag)::type>(quantized_, scale_, row, values);
     });
   }
   return current_ ? rounded_amax : amax;

@@ -13,6 +13,16 @@ void rows_of_classes(const TensorView& logits, const TensorView& labels, std::st
   check::vector(labels, logits.size(0), DType::Int32, logits, op, "labels");
 }
 
+// Column-wise codes [classes, rows], whose rows may lie apart.
+void column_codes(const TensorView& t, const TensorView& logits, std::string_view op) {
+  const int64_t rows = logits.size(0), classes = logits.size(1);
+  require(size_of(t.dtype) == 1 && t.rank == 2 && t.size(0) == classes && t.size(1) == rows &&
+              (rows == 1 || t.stride(1) == 1) && t.stride(0) >= rows,
+          Kind::Value, op, "expected ", classes, " x ", rows,
+          " one-byte codes with contiguous rows for the column-wise output, got ", t);
+  check::same_device(t, logits, op, "the column-wise output");
+}
+
 }  // namespace
 
 void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream) {
@@ -37,7 +47,10 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream)
   require(args.dx || args.codes, Kind::Value, kOp, "expected dx or codes, got neither");
   if (args.dx) check::alike(args.dx, args.logits.dtype, args.logits, kOp, "dx");
   if (args.codes) {
-    check::quantized(args.codes, args.logits.rows(), args.logits.cols(), args.logits, kOp);
+    QuantizedView others = args.codes;
+    others.columnwise = {};
+    check::quantized(others, args.logits.rows(), args.logits.cols(), args.logits, kOp);
+    if (args.codes.columnwise) column_codes(args.codes.columnwise, args.logits, kOp);
     require(!args.codes.amax, Kind::Value, kOp, "expected codes without an amax");
   }
   if (args.logits.numel() == 0) return;

@@ -31,7 +31,7 @@ struct CrossEntropyBackwardArgs {
   float smoothing = 0.0f;
   float evenly = 0.0f;  // smoothing / number of classes of all ranks
   TensorView dx;  // shape and dtype of logits; may be logits itself, or absent if there are codes
-  QuantizedView codes;  // of dx; may be absent
+  QuantizedView codes;  // of dx; may be absent; column-wise codes may be columns of a larger matrix
 };
 
 void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream);

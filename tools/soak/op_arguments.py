@@ -175,8 +175,13 @@ def _cross_entropy_back(d: Draw) -> tuple[Any, ...]:
 
 
 def _cross_entropy_codes(d: Draw) -> tuple[Any, ...]:
-    sides = (True, d.flag()) if d.flag() else (d.flag(), True)
-    return *_cross_entropy_back(d), d.positive(2), d.format, *sides, d.flag()
+    x, *rest = _cross_entropy_back(d)
+    more = d.random.randrange(3)
+    codes = torch.zeros(len(x) + more, x.shape[1], dtype=torch.uint8)
+    transposed = torch.zeros(x.shape[1], len(x) + more, dtype=torch.uint8)
+    sides = (codes, d.maybe(transposed)) if d.flag() else (d.maybe(codes), transposed)
+    first = d.random.randrange(more + 1)
+    return x, *rest, d.positive(2), d.format, *sides, first, d.flag()
 
 
 def _dropout_add(d: Draw) -> tuple[Any, ...]:
@@ -223,7 +228,7 @@ OPERATORS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     ),
     "cross_entropy_forward": _cross_entropy,
     "cross_entropy_backward_": _cross_entropy_back,
-    "cross_entropy_backward_codes": _cross_entropy_codes,
+    "cross_entropy_backward_codes_": _cross_entropy_codes,
     "dropout_add_forward": _dropout_add,
     "dropout_add_backward": _dropout_back,
     "moments": lambda d: (d.plain(), torch.tensor(MOMENTS, dtype=torch.float64), None),

@@ -56,7 +56,8 @@ struct TileMap {
   TileWalk walk = {};      // filled in by the launch
   void* plain = nullptr;   // dtype of the inputs
   QuantizedSink quantized;
-  bool e5m2;  // else E4M3
+  int64_t column_pitch = 0;  // between the rows of transposed codes; 0: filled in by the launch
+  bool e5m2;                 // else E4M3
   CurrentScaleSink current = {};
   float* column_parts = nullptr;  // [tile rows, kOutputs * cols]
   AgainSink again = {};
@@ -335,9 +336,9 @@ __device__ __forceinline__ void map_tile(const TileMap<Function>& map, TilePlace
 
 #pragma unroll
   for (int k = 0; k < kOutputs; ++k) {
-    uint8_t* const out = map.quantized.columnwise + k * map.cols * map.rows;
+    uint8_t* const out = map.quantized.columnwise + k * map.cols * map.column_pitch;
     if (map.quantized.columnwise)
-      Codes(memory[k]).template store<kTileThreads>(target_of(out, map.rows, at, block));
+      Codes(memory[k]).template store<kTileThreads>(target_of(out, map.column_pitch, at, block));
   }
   if constexpr (Function::kAgain) {
     if (map.again.columnwise) store_again<Codes>(map, at, memory[kAgainTile], results.again);

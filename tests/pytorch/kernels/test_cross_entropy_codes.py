@@ -9,7 +9,7 @@ from transformer_engine.pytorch.kernels.cross_entropy import (
     ELSEWHERE,
     IGNORED,
     cross_entropy_backward_,
-    cross_entropy_backward_codes,
+    cross_entropy_backward_codes_,
 )
 from transformer_engine.pytorch.kernels.quantize import quantize
 
@@ -29,6 +29,12 @@ def problem(shape, dtype, device, scaled):
     return (*on_device, SMOOTHING, SMOOTHING / shape[1])
 
 
+def outputs(x, rowwise, columnwise):
+    """Memory for the codes of the gradients of `x`, and for the transposed codes."""
+    codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
+    return codes, x.new_empty(x.shape[::-1], dtype=torch.uint8) if columnwise else None
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
@@ -43,24 +49,42 @@ def test_codes(device, shape, dtype, scaled, format):
     sides = [(True, True, False), (True, False, True), (False, True, True)]
     for rowwise, columnwise, plain in sides:
         logits = x.clone()
-        how = (scales, format, rowwise, columnwise, plain)
-        codes, transposed = cross_entropy_backward_codes(logits, *rest, *how)
+        codes, transposed = outputs(x, rowwise, columnwise)
+        cross_entropy_backward_codes_(logits, *rest, scales, format, codes, transposed, 0, plain)
         assert_bitwise(logits, in_dtype if plain else x)
         for found, wanted, reference in (
             (codes, rowwise, expected[0]),
             (transposed, columnwise, expected[1]),
         ):
-            assert (found is not None) is wanted
-            if found is not None:
+            if wanted:
                 assert_bitwise(found, reference)
+
+
+@pytest.mark.parametrize("first", [0, 3, 128])
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_codes_of_some_rows(device, rows, first):
+    """They are written into those of more rows, which stay as they are."""
+    x, *rest = problem((rows, 264), torch.bfloat16, device, False)
+    scales = torch.tensor(SCALES, device=device)
+    own, more = outputs(x, True, True), outputs(x.new_empty(rows + 131, 264), True, True)
+    for codes in more:
+        codes.fill_(77)
+    cross_entropy_backward_codes_(x, *rest, scales, E5M2, *own, 0, False)
+    cross_entropy_backward_codes_(x, *rest, scales, E5M2, *more, first, False)
+    for part, whole in ((own[0], more[0]), (own[1].t(), more[1].t())):
+        assert torch.equal(whole[first : first + rows], part)
+        whole[first : first + rows] = 77
+        assert (whole == 77).all()
 
 
 def test_ignored_rows_are_zero(device):
     x = torch.full((2, 48), float("nan"), device=device)
     labels = torch.full((2,), IGNORED, dtype=torch.int32, device=device)
     rest = (torch.zeros(2, device=device), None, 0.1, 0.01)
-    how = (torch.tensor(SCALES, device=device), E5M2, True, True, False)
-    for codes in cross_entropy_backward_codes(x, labels, *rest, *how):
+    both = outputs(x, True, True)
+    how = (torch.tensor(SCALES, device=device), E5M2, *both, 0, False)
+    cross_entropy_backward_codes_(x, labels, *rest, *how)
+    for codes in both:
         assert not codes.any()
 
 
@@ -70,10 +94,20 @@ def test_ignored_rows_are_zero(device):
 def test_memory_of_the_kernel(shape):
     arguments = problem(shape, torch.bfloat16, "cuda", False)
     scales = torch.tensor(SCALES, device="cuda")
-    cross_entropy_backward_codes(*arguments, scales, E5M2, True, True, True)
+    both = outputs(arguments[0], True, True)
+    cross_entropy_backward_codes_(*arguments, scales, E5M2, *both, 0, True)
 
 
 def test_bad_scales():
     arguments = problem((4, 16), torch.float32, "cpu", False)
     with pytest.raises(ValueError, match=r"^\[cross_entropy_backward\] .*scales"):
-        cross_entropy_backward_codes(*arguments, torch.ones(3), E5M2, True, True, False)
+        both = outputs(arguments[0], True, True)
+        cross_entropy_backward_codes_(*arguments, torch.ones(3), E5M2, *both, 0, False)
+
+
+def test_bad_codes():
+    x, *rest = problem((4, 16), torch.float32, "cpu", False)
+    scales = torch.tensor(SCALES)
+    codes = torch.empty(16, 3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"^\[cross_entropy_backward\] .*column-wise"):
+        cross_entropy_backward_codes_(x, *rest, scales, E5M2, None, codes, 0, False)

@@ -73,8 +73,9 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS), None, True),
     "count_amaxes": lambda: (plain(), plain(2, 1), [torch.ones(1)]),
     "cross_entropy_backward_": lambda: (plain(), labels(), plain(ROWS), None, 0.1, 0.01),
-    "cross_entropy_backward_codes": lambda: (
-        *(plain(), labels(), plain(ROWS), None, 0.1, 0.01, PAIR, fp8.E5M2, True, True, False),
+    "cross_entropy_backward_codes_": lambda: (
+        *(plain(), labels(), plain(ROWS), None, 0.1, 0.01, PAIR, fp8.E5M2),
+        *(codes(2 * ROWS, COLS), codes(COLS, 2 * ROWS), ROWS, False),
     ),
     "cross_entropy_forward": lambda: (plain(), labels()),
     "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),

@@ -1,6 +1,7 @@
 """`linear_cross_entropy` on one rank: against the definition in float64, its memory, its errors."""
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cross_entropy.linear import linear_cross_entropy
-from transformer_engine.pytorch.cross_entropy.logits_in_chunks import default_chunk
+from transformer_engine.pytorch.cross_entropy.logits_in_chunks import default_chunks
 
 TOKENS, FEATURES, CLASSES = 21, 16, 50
 
@@ -252,12 +253,21 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_chunks():
-    assert default_chunk(8192, 50304, torch.bfloat16, False) == 4096
-    assert default_chunk(8192, 50304, torch.bfloat16, True) == 2048
-    assert default_chunk(0, 50304, torch.bfloat16, True) == 128
-    for tokens in (1, 127, 128, 4096, 100_000):
-        chunk = default_chunk(tokens, 32000, torch.float32, False)
-        assert chunk % 128 == 0 and 4 * (chunk - 128) * 32000 <= 2**29
+    assert default_chunks(8192, 50304, torch.bfloat16, False) == (4096, 4096)
+    assert default_chunks(8192, 50304, torch.bfloat16, True) == (1024, 4096)
+    assert default_chunks(2048, 50304, torch.bfloat16, True) == (2048, 2048)
+    assert default_chunks(0, 50304, torch.bfloat16, True) == (128, 128)
+
+
+@pytest.mark.parametrize("classes", [1, 1000, 32000, 1_000_000])
+@pytest.mark.parametrize("tokens", [1, 127, 128, 4096, 100_000])
+def test_memory_of_chunks(tokens, classes):
+    for dtype, fp8 in product((torch.float32, torch.bfloat16), (False, True)):
+        chunk, group = default_chunks(tokens, classes, dtype, fp8)
+        assert chunk % 128 == 0 and group % chunk == 0
+        rounding = 128 * (group // chunk)  # tokens that fill whole tiles
+        needed = (chunk - 128) * dtype.itemsize + 2 * fp8 * (group - rounding)
+        assert needed * classes <= 2**29
 
 
 @pytest.mark.gpu

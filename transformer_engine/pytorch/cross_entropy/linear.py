@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 from transformer_engine.pytorch._torch_private import not_differentiable
 from transformer_engine.pytorch.chain.gemm import WgradTarget, main_grad_target
 from transformer_engine.pytorch.cross_entropy.logits_in_chunks import (
+    Chunks,
     Gradients,
     Problem,
-    default_chunk,
+    default_chunks,
     run,
 )
 from transformer_engine.pytorch.cross_entropy.parallel import (
@@ -73,8 +74,8 @@ def linear_cross_entropy(
         ignore_index: the target of tokens with neither loss nor gradient.
         dist_process_group: the ranks that share the classes. They must have equal `hidden`, whose
             gradient is summed over the ranks. None is this rank alone.
-        chunk_tokens: how many tokens have logits at a time, in FP8 rounded up to a multiple of 16;
-            None is as many as 512 MiB hold, with the FP8 codes of their gradients.
+        chunk_tokens: how many tokens have logits and gradients of logits at a time, in FP8 rounded
+            up to a multiple of 16; None is as many as 512 MiB hold.
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
         fp8: multiply in FP8, whatever scope of `fp8_autocast` the call is in: `hidden` and `weight`
             in E4M3 with current scaling, gradients of logits in E5M2. Results keep their dtypes.
@@ -112,17 +113,19 @@ def linear_cross_entropy(
     rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
     check_target(_OP, target, weight.shape[0], rules)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0], rows.dtype, fp8)
+    chunks = default_chunks(rows.shape[0], weight.shape[0], rows.dtype, fp8)
+    if chunk_tokens is not None:
+        tokens = chunk_tokens + (-chunk_tokens % _FP8_MULTIPLE if fp8 else 0)
+        chunks = Chunks(tokens, tokens)
     if fp8:
         _check_fp8_sizes(weight)
-        chunk += -chunk % _FP8_MULTIPLE
         padding = -rows.shape[0] % _FP8_MULTIPLE
         if padding:
             rows = pad(rows, (0, 0, 0, padding))
             labels = pad(labels, (0, padding), value=ignore_index)
     losses: torch.Tensor = _LinearCrossEntropy.apply(
         *(rows.contiguous(), weight.contiguous(), bias, labels, into.main_grad),
-        *(rules, reduction, (chunk, fp8), wants_grad, into),
+        *(rules, reduction, (chunks, fp8), wants_grad, into),
     )
     return losses[: target.numel()].view(target.shape) if reduction == "none" else losses
 

@@ -1,14 +1,16 @@
 """Losses of a projection and their gradients, by chunks of tokens, in high precision or in FP8.
 
-For each chunk, a GEMM computes the logits, a kernel the losses, another kernel the gradients of the
-logits, and two GEMMs what the chunk adds to the gradients of `hidden` and `weight`. Then the memory
-of the logits is freed for the next chunk.
+For each chunk, a GEMM computes the logits, a kernel the losses, and another kernel the gradients of
+the logits. Then the memory of the logits is freed for the next chunk. Two GEMMs compute what a
+group of chunks adds to the gradients of `hidden` and `weight`. In high precision, the gradients of
+the logits overwrite them, so each chunk is a group. FP8 codes take less memory than logits, so a
+group has several chunks: then the weight's gradient is read and written less often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -22,25 +24,41 @@ from transformer_engine.pytorch.cross_entropy.parallel import (
     sums_of,
 )
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    Side,
+)
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.cross_entropy import (
     cross_entropy_backward_,
-    cross_entropy_backward_codes,
+    cross_entropy_backward_codes_,
 )
 
 _LAYER = "linear_cross_entropy"  # in the report of products
-_CHUNK_BYTES = 2**29  # not smaller, because each chunk reads and writes the weight's gradient
+_GROUP_BYTES = 2**29  # not smaller, because each group reads and writes the weight's gradient
 _CHUNK_MULTIPLE = 128  # tokens, so that a GEMM has whole tiles
+_CHUNKS_OF_GROUP = 4  # at most, in FP8
+
+
+class Chunks(NamedTuple):
+    """How many tokens a chunk and a group of chunks have; the last ones may have fewer."""
+
+    tokens: int
+    group: int
+
+
+Codes: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # row-wise, column-wise
 
 
 class Problem(NamedTuple):
     """The inputs and settings of the loss.
 
     Attributes:
-        chunk: number of tokens of a chunk.
+        chunks: number of tokens of a chunk, and of a group of chunks.
         fp8: GEMMs are in FP8.
     """
 
@@ -49,7 +67,7 @@ class Problem(NamedTuple):
     bias: torch.Tensor | None
     target: torch.Tensor
     rules: Rules
-    chunk: int
+    chunks: Chunks
     fp8: bool
 
 
@@ -64,14 +82,21 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None
 
 
-def default_chunk(tokens: int, classes: int, dtype: torch.dtype, fp8: bool) -> int:
-    """Tokens of a chunk: equal parts, in whole tiles, whose logits take about 512 MiB or less.
+def default_chunks(tokens: int, classes: int, dtype: torch.dtype, fp8: bool) -> Chunks:
+    """Groups of equal size, in whole tiles, with as few chunks as 512 MiB allow.
 
-    In FP8 this includes the codes of the logits' gradients, row-wise and column-wise.
+    These bytes hold the logits of a chunk, and in FP8 the codes of the gradients of a group,
+    row-wise and column-wise.
     """
-    size = classes * (dtype.itemsize + 2 * fp8)
-    parts = max(1, -(-tokens * size // _CHUNK_BYTES))
-    return -(-tokens // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
+    most = max(1, _GROUP_BYTES // classes)  # bytes of the columns of one class
+    in_group, codes = (_CHUNKS_OF_GROUP, 2) if fp8 else (1, 0)
+    groups = -(-tokens * (dtype.itemsize + codes * in_group) // (most * in_group)) or 1
+    chunks = 1
+    if fp8:
+        group = -(-tokens // groups)
+        chunks = min(in_group, max(1, -(-group * dtype.itemsize // max(1, most - codes * group))))
+    chunk = -(-tokens // (groups * chunks * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
+    return Chunks(chunk, chunk * chunks)
 
 
 def run(
@@ -84,20 +109,41 @@ def run(
     tokens, size, rules = problem.hidden.shape[0], problem.weight.shape[0], problem.rules
     labels = labels_of(problem.target, size, rules)
     products, all_sums = _Products(problem, wanted, factors), []
-    for begin in range(0, max(1, tokens), problem.chunk):
-        chunk = slice(begin, begin + problem.chunk)
-        hidden = products.hidden(chunk)
-        logits = products.logits(hidden)
-        sums = sums_of(logits, labels[chunk], rules)
-        all_sums.append(sums)
+    for group in _parts(slice(0, tokens), problem.chunks.group):
+        hidden, codes = products.hidden(group), products.codes(group)
+        for chunk in _parts(group, problem.chunks.tokens):
+            logits = products.logits(_rows(hidden.rowwise, chunk, group))
+            sums = sums_of(logits, labels[chunk], rules)
+            all_sums.append(sums)
+            if any(wanted):
+                first = chunk.start - group.start
+                products.by_logits(chunk, logits, labels[chunk], log_sums(sums), codes, first)
+                by_logits = products.operands(logits, codes)
+            del logits  # frees them before the next chunk allocates its own
         if any(wanted):
-            products.add_gradients(chunk, hidden, logits, labels[chunk], log_sums(sums))
-        del hidden, logits  # frees them before the next chunk allocates its own
+            products.add_gradients(group, hidden, by_logits)
+            del by_logits
+        del hidden, codes
     return losses_of(torch.cat(all_sums, 1), labels, size, rules), products.gradients
 
 
+def _parts(whole: slice, size: int) -> list[slice]:
+    """Parts of this size, of which the last may be smaller; one part of nothing."""
+    starts = range(whole.start, max(whole.stop, whole.start + 1), size)
+    return [slice(start, min(start + size, whole.stop)) for start in starts]
+
+
+def _rows(side: Side | None, part: slice, whole: slice) -> Side:
+    """The rows of a part of the tokens, of an operand with the rows of all of them."""
+    rows = slice(part.start - whole.start, part.stop - whole.start)
+    if isinstance(side, Fp8Matrix):
+        return Fp8Matrix(side.codes[rows], side.scales, side.format)
+    assert side is not None
+    return side[rows]
+
+
 class _Products:
-    """The three GEMMs of a chunk, and the gradients that chunks have accumulated.
+    """The three GEMMs, and the gradients that groups of chunks have accumulated.
 
     In FP8, `hidden` and `weight` are in E4M3, each with a scale from its amax. The gradient of a
     loss with respect to logits lies between -1 and 1. So its scale is known before it is computed,
@@ -124,50 +170,67 @@ class _Products:
             hidden.new_zeros(weight.shape[0], dtype=fp32) if wanted[2] else None,
         )
 
-    def hidden(self, chunk: slice) -> Operands:
-        """The hidden states of a chunk as operands of GEMMs."""
+    def hidden(self, group: slice) -> Operands:
+        """The hidden states of a group as operands of GEMMs."""
         request = OperandRequest(self.quantizer, rowwise=True, columnwise=self.wanted[1])
-        return self.quantizer.cast(self.problem.hidden[chunk], self.hidden_scales, request)
+        return self.quantizer.cast(self.problem.hidden[group], self.hidden_scales, request)
 
-    def logits(self, hidden: Operands) -> torch.Tensor:
+    def codes(self, group: slice) -> Codes:
+        """Memory for the gradients of the logits of a group in FP8; None in high precision."""
+        if not self.problem.fp8:
+            return None, None
+        like, size = self.problem.hidden, self.problem.weight.shape[0]
+        tokens = group.stop - group.start
+        return (
+            like.new_empty((tokens, size), dtype=torch.uint8) if self.wanted[0] else None,
+            like.new_empty((size, tokens), dtype=torch.uint8) if self.wanted[1] else None,
+        )
+
+    def logits(self, hidden: Side) -> torch.Tensor:
         """`[tokens, classes]`, in the dtype of hidden states."""
         dtype, bias, fast = self.problem.hidden.dtype, self.problem.bias, self.problem.fp8
-        return fprop(hidden.rowwise, self.weight.rowwise, bias, dtype, fast, _LAYER)
+        return fprop(hidden, self.weight.rowwise, bias, dtype, fast, _LAYER)
 
-    def add_gradients(
+    def by_logits(
         self,
         chunk: slice,
-        hidden: Operands,
         logits: torch.Tensor,
         labels: torch.Tensor,
         sums: torch.Tensor,
+        codes: Codes,
+        first: int,
     ) -> None:
-        """Add a chunk to the gradients; its logits may be overwritten."""
-        by_logits = self._by_logits(chunk, logits, labels, sums)
-        found = self.gradients
-        if found.bias is not None:
-            found.bias.add_(logits.sum(0, dtype=torch.float32))
-        if found.hidden is not None:
-            into = found.hidden[chunk]
-            sides = by_logits.rowwise, self.weight.columnwise
-            dgrad(*sides, into.dtype, False, _LAYER, out=into)
-        if found.weight is not None:
-            target = WgradTarget(None, found.weight, accumulate=chunk.start > 0)
-            wgrad(by_logits.columnwise, hidden.columnwise, target, False, _LAYER)
+        """Compute the gradients of the logits of a chunk, and add those of the bias.
 
-    def _by_logits(
-        self, chunk: slice, logits: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor
-    ) -> Operands:
-        """The gradient of the logits as operands of GEMMs.
-
-        If the bias needs a gradient, the logits are also overwritten by it, in their dtype.
+        In high precision they overwrite the logits. In FP8 they are written into the codes of the
+        group, in which the chunk begins at token `first`; if the bias needs a gradient, the logits
+        are overwritten, too.
         """
-        rules, scales = self.problem.rules, self.gradient_scales
+        rules, scales, by_bias = self.problem.rules, self.gradient_scales, self.gradients.bias
         factors = None if self.factors is None else self.factors[chunk]
         share = evenly(self.problem.weight.shape[0], rules)
         of_losses = logits, labels, sums, factors, rules.smoothing, share
         if scales is None:
             cross_entropy_backward_(*of_losses)
+        else:
+            into = *codes, first, by_bias is not None
+            cross_entropy_backward_codes_(*of_losses, scales, E5M2, *into)
+        if by_bias is not None:
+            by_bias.add_(logits.sum(0, dtype=torch.float32))
+
+    def operands(self, logits: torch.Tensor, codes: Codes) -> Operands:
+        """The gradients of the logits of a group as operands of GEMMs."""
+        if self.gradient_scales is None:
             return Operands(logits, logits)
-        codes, transposed = cross_entropy_backward_codes(*of_losses, scales, E5M2, *self.wanted)
-        return CurrentQuantizer(E5M2).pack(codes, transposed, scales)
+        return CurrentQuantizer(E5M2).pack(*codes, self.gradient_scales)
+
+    def add_gradients(self, group: slice, hidden: Operands, by_logits: Operands) -> None:
+        """Add a group to the gradients of `hidden` and `weight`."""
+        found = self.gradients
+        if found.hidden is not None:
+            into = found.hidden[group]
+            sides = by_logits.rowwise, self.weight.columnwise
+            dgrad(*sides, into.dtype, False, _LAYER, out=into)
+        if found.weight is not None:
+            target = WgradTarget(None, found.weight, accumulate=group.start > 0)
+            wgrad(by_logits.columnwise, hidden.columnwise, target, False, _LAYER)

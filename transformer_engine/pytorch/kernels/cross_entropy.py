@@ -61,8 +61,8 @@ def cross_entropy_backward_(
         _C.cross_entropy_backward(logits, labels, log_sums, factors, smoothing, evenly, logits)
 
 
-@library_op(writes=("logits",))
-def cross_entropy_backward_codes(
+@library_op(writes=("logits", "codes", "transposed"))
+def cross_entropy_backward_codes_(
     logits: torch.Tensor,
     labels: torch.Tensor,
     log_sums: torch.Tensor,
@@ -71,28 +71,27 @@ def cross_entropy_backward_codes(
     evenly: float,
     scales: torch.Tensor,
     format: int,
-    rowwise: bool,
-    columnwise: bool,
+    codes: torch.Tensor | None,
+    transposed: torch.Tensor | None,
+    first: int,
     plain: bool,
     *,
     launch: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of `cross_entropy_backward_` as FP8 codes, rounded once.
+) -> None:
+    """Write the gradients of `cross_entropy_backward_` as FP8 codes, rounded once.
 
     Args:
         scales: fp32 `[2]` = {1/scale, scale}.
         format: value of `DType` (5 = E4M3, 6 = E5M2).
-        rowwise: return codes `[rows, classes]`.
-        columnwise: return the transposed codes `[classes, rows]`.
+        codes: uint8 `[all rows, classes]`, of which the rows from `first` on are written; or None.
+        transposed: uint8 `[classes, all rows]`, of which these columns are written; or None.
+        first: where the rows of `logits` begin among all rows.
         plain: overwrite the logits with the gradients in their dtype.
-
-    Returns:
-        `(rowwise, columnwise)`, each None where not asked for.
     """
-    codes = torch.empty_like(logits, dtype=torch.uint8) if rowwise else None
-    transposed = logits.new_empty(logits.shape[::-1], dtype=torch.uint8) if columnwise else None
     if launch:
+        rows = slice(first, first + logits.shape[0])
+        rowwise = None if codes is None else codes[rows]
+        columnwise = None if transposed is None else transposed[:, rows]
         into = logits if plain else None
         what = (logits, labels, log_sums, factors, smoothing, evenly, into)
-        _C.cross_entropy_backward(*what, codes, transposed, scales, format)
-    return codes, transposed
+        _C.cross_entropy_backward(*what, rowwise, columnwise, scales, format)
