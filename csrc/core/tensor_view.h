@@ -96,6 +96,15 @@ inline std::ostream& operator<<(std::ostream& out, ShapeOf s) {
   return out << ')';
 }
 
+// Prints as `1 element` or `8 elements`.
+struct Elements {
+  int64_t count;
+};
+
+inline std::ostream& operator<<(std::ostream& out, Elements e) {
+  return out << e.count << (e.count == 1 ? " element" : " elements");
+}
+
 // Prints as `bfloat16 (8, 16) on cuda:0`, the form every error message uses.
 inline std::ostream& operator<<(std::ostream& out, const TensorView& t) {
   if (!t) return out << "no tensor";

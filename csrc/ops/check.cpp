@@ -44,7 +44,7 @@ void vector(const TensorView& t, int64_t count, DType expected, std::string_view
             std::string_view name) {
   contiguous(t, op, name);
   dtype(t, expected, op, name);
-  require(t.numel() == count, Kind::Value, op, "expected ", count, " elements for ", name,
+  require(t.numel() == count, Kind::Value, op, "expected ", Elements{count}, " for ", name,
           ", got shape ", ShapeOf{t});
 }
 

@@ -46,7 +46,7 @@ void places_of_their_own(const TensorView& t, std::string_view name) {
     if (size == 1) continue;
     require(stride >= reach, Kind::Value, kOp, "expected ", name,
             " to have memory for each element, got ", t, " with a stride of ", stride, " over ",
-            reach, " elements");
+            Elements{reach});
     reach += stride * (size - 1);
   }
 }

@@ -57,8 +57,8 @@ void rope(const RopeArgs& args, Stream stream) {
   check::dtype(args.freqs, DType::Float32, kOp, "freqs");
   check::same_device(args.freqs, x, kOp, "freqs");
   require(args.freqs.rank == 2 && args.freqs.size(1) % 2 == 0 && args.freqs.size(1) <= x.size(-1),
-          Kind::Value, kOp, "expected freqs (positions, an even number of at most ", x.size(-1),
-          " elements), got ", ShapeOf{args.freqs});
+          Kind::Value, kOp, "expected freqs (positions, an even number of at most ",
+          Elements{x.size(-1)}, "), got ", ShapeOf{args.freqs});
   require(args.period > 0 && args.period <= x.size(-2) && args.rotated >= 0 &&
               args.rotated <= args.period,
           Kind::Value, kOp, "expected a period of 1 to ", x.size(-2),

@@ -35,8 +35,7 @@ Rows rows_of(const TensorView& x, std::string_view op, std::string_view name) {
   for (int axis = row; axis < x.rank; ++axis) length *= x.size(axis);
   const int64_t pitch = row == 0 ? length : distance(x, row, op, name);
   require(pitch >= length, Kind::Value, op, "expected ", name,
-          " with rows that do not overlap, got a distance of ", pitch, " for ", length,
-          " elements");
+          " with rows that do not overlap, got a distance of ", pitch, " for ", Elements{length});
   return {.data = x.ptr<char>(),
           .count = length == 0 ? 0 : x.numel() / length,
           .bytes = length * size_of(x.dtype),

@@ -344,7 +344,7 @@ ONE = torch.ones(1)
         (
             lambda: op.activation_forward(X, 0, amax=torch.zeros(0)),
             ValueError,
-            "expected 1 elements for amax",
+            "expected 1 element for amax",
         ),
         (
             lambda: op.activation_backward(X, X, 0, dbias=torch.float64),

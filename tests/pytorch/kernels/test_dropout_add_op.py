@@ -157,7 +157,7 @@ ERRORS = {
     "out": ({"out": torch.zeros(3, 8)}, ValueError, r"\(4, 8\) for out, got \(3, 8\)"),
     "no seed": ({"seed": None}, ValueError, "expected a tensor for the seed, got none"),
     "seed dtype": ({"seed": torch.zeros(1)}, TypeError, "expected int64 for the seed"),
-    "seed size": ({"seed": torch.zeros(2).long()}, ValueError, "1 elements for the seed"),
+    "seed size": ({"seed": torch.zeros(2).long()}, ValueError, "1 element for the seed"),
     "p of one": ({"p": 1.0}, ValueError, "probability 0 <= p < 1, got 1"),
     "negative p": ({"p": -0.1}, ValueError, "probability 0 <= p < 1, got -0.1"),
     "p is NaN": ({"p": float("nan")}, ValueError, "probability 0 <= p < 1, got nan"),

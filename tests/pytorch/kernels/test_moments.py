@@ -354,7 +354,7 @@ def test_merge_errors(error, message, changed):
         (ValueError, "16 elements for the moments row", {"row": torch.zeros(8).double()}),
         (TypeError, "float64 for the moments row", {"row": torch.zeros(16)}),
         (TypeError, "int32 for active, got bool", {"active": torch.ones(1).bool()}),
-        (ValueError, "1 elements for active", {"active": torch.ones(2).int()}),
+        (ValueError, "1 element for active", {"active": torch.ones(2).int()}),
         (ValueError, "a tensor for the moments row, got none", {"row": None}),
     ],
 )

@@ -248,7 +248,7 @@ def refused(error, message, **changed):
         (ValueError, "8 x 4 codes for the column-wise", {"columnwise": torch.ones(4, 8).byte()}),
         (ValueError, "2 elements for scales", {"scales": torch.ones(1)}),
         (TypeError, "float32 for scale, got bfloat16", {"scale": torch.ones(1).bfloat16()}),
-        (ValueError, "1 elements for amax", {"amax": torch.ones(3)}),
+        (ValueError, "1 element for amax, got shape", {"amax": torch.ones(3)}),
         (ValueError, "8 elements for dbias", {"dbias": torch.ones(4)}),
         (TypeError, "float32, float16 or bfloat16 for dbias", {"dbias": torch.ones(8).int()}),
     ],

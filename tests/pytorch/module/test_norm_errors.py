@@ -60,7 +60,7 @@ ERRORS = [
         "expected a plain output alone with a current scale, got FP8 outputs too",
     ),
     (_forward, {"rowwise": True, "scale": SCALE, "format": 2}, TypeError, "got float32"),
-    (_forward, {"rowwise": True, "scale": torch.ones(2)}, ValueError, "expected 1 elements"),
+    (_forward, {"rowwise": True, "scale": torch.ones(2)}, ValueError, "1 element for scale"),
     (_forward, {"rowwise": True}, ValueError, "for the scale of FP8 outputs, got none"),
     (_backward, {"dy": torch.ones(4, 8)}, ValueError, r"expected shape \(4, 16\) for dy"),
     (_backward, {"dy": torch.ones(4, 16).int()}, TypeError, "for dy, got int32"),

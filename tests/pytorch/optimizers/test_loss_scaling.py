@@ -239,7 +239,7 @@ def test_the_kernel_raises_amaxes_of_what_it_leaves(device):
     for value, other in zip(values, before, strict=True):
         assert_bitwise(value, other)
     assert amaxes.tolist() == [v.abs().max().item() for v in values]
-    with pytest.raises(ValueError, match=r"^\[adam\] expected 1 elements for found_inf"):
+    with pytest.raises(ValueError, match=r"^\[adam\] expected 1 element for found_inf"):
         adam(AdamTensors(values, *states, none, none), one, one, None, rules, amaxes)
 
 
