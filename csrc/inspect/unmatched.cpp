@@ -10,6 +10,10 @@ namespace te::inspect {
 
 namespace {
 
+constexpr const char* kNoLayer =
+    "; no layer of transformer_engine.pytorch has run yet: te.convert(model) replaces torch's "
+    "layers";
+
 std::string join(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
@@ -81,7 +85,7 @@ std::vector<std::string> near_misses(std::string_view text,
 std::string explain_unmatched(const Section& section, const std::vector<std::string>& layers) {
   const std::string head = concat("[config] section ", section.name, ": ",
                                   describe(section.selector), " selects no layer");
-  if (layers.empty()) return head + "; no layer has run yet";
+  if (layers.empty()) return head + kNoLayer;
   std::vector<std::string> close;
   for (const std::string& text : wanted(section.selector)) {
     for (const std::string& layer : near_misses(text, layers)) {

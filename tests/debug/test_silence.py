@@ -145,6 +145,14 @@ def test_sections_that_select_no_layer_are_told_without_a_step(tmp_path: Path) -
         pass  # no layer ran: the configuration may be right
 
 
+def test_sections_are_told_of_a_step_in_which_only_layers_of_torch_ran(tmp_path: Path) -> None:
+    message = "selects no layer; no layer of transformer_engine.pytorch has run yet"
+    with debugging(tmp_path, section("DisableFP8Layer", r"a\.")):
+        torch.nn.Linear(16, 16)(torch.randn(16, 16)).sum().backward()
+        with pytest.warns(UserWarning, match=message):
+            debug_api.step()
+
+
 @pytest.mark.parametrize("tensor", ["gradient", "wgrad"])
 @pytest.mark.parametrize(("calls", "told"), [("fsbssfsbs", 1), ("fbsfbssfbs", 0)])
 def test_a_backward_of_compiled_code_after_its_step_is_told_once(
