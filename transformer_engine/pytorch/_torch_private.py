@@ -116,6 +116,7 @@ set_sdpa_order: Callable[[list[int]], None] = found(
 choose_sdpa: Any = found("torch:_fused_sdp_choice", None)
 # Without: fake tensors outside of compiled code are taken for real ones.
 FakeTensor: type = found("torch._subclasses.fake_tensor:FakeTensor", type("FakeTensor", (), {}))
+fake_mode: Callable[[], Any] = found("torch._guards:detect_fake_mode", lambda: None)
 no_torch_function: Any = found(
     "torch:_C._disabled_torch_function_impl", torch.nn.Parameter.__torch_function__
 )

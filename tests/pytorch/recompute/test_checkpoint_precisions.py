@@ -268,7 +268,8 @@ def test_a_hook_calls_another_layer(wrap: Wrap, monkeypatch: Any) -> None:
 
 
 def saves(saved: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
+    keeps = saved is None or op is saved
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective(saved: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
@@ -306,7 +307,22 @@ LAYERS = {
 @pytest.mark.parametrize("precision", RECIPES)
 def test_selective_checkpoint(precision: str, kind: str, saved: str, runs: bool) -> None:
     """It compares the operations of both forwards, without what they prepare once."""
-    wrap = partial(selective, getattr(torch.ops.aten, saved).default)
+    operation = getattr(torch.ops.aten, saved).default
+    check_selective(partial(scope, precision), kind, runs, operation)
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["new", "after a step without"])
+@pytest.mark.parametrize("kind", ["mlp", "layer", "nested"])
+@pytest.mark.parametrize("precision", [*RECIPES, "attention"])
+def test_selective_checkpoint_that_saves_all(precision: str, kind: str, runs: bool) -> None:
+    scopes = partial(scope, precision)
+    if precision == "attention":
+        scopes = partial(te.fp8_autocast, fp8_recipe=DelayedScaling(fp8_dpa=True))
+    check_selective(scopes, kind, runs, None)
+
+
+def check_selective(scopes: Any, kind: str, runs: bool, saved: Any) -> None:
+    wrap = partial(selective, saved)
     found: list[list[torch.Tensor]] = []
     for other in (wrap, uncheckpointed):
         torch.manual_seed(0)
@@ -314,7 +330,7 @@ def test_selective_checkpoint(precision: str, kind: str, saved: str, runs: bool)
         x = torch.randn(8, 2, 32, requires_grad=True)
         found.append([])
         for run in (*[uncheckpointed] * runs, other, other, other):
-            with scope(precision):
+            with scopes():
                 out = run(layer, x)
             out.square().sum().backward()
             found[-1] += gradients(layer, x)

@@ -1,19 +1,26 @@
 """Calls of modules in recompute regions, whose forward runs twice: see `fp8/recompute_regions.py`.
 
 Each segment runs from a recording in both forwards, or stage by stage in both, so that autograd
-saves the same tensors.
+saves the same tensors. What only one of the forwards prepares, such as a new scaling state, is not
+seen by modes: a selective checkpoint takes the n-th operation of a kind in the recompute for the
+n-th in the first forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch._torch_private import graph_task, without_modes
+from transformer_engine.pytorch._torch_private import (
+    dispatch_modes,
+    fake_mode,
+    graph_task,
+    without_modes,
+)
 from transformer_engine.pytorch.chain.main_grad_uses import mark_forward
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
@@ -58,6 +65,12 @@ def call_in_region(
 _nothing = nullcontext()
 
 
+def _unseen_by_modes() -> AbstractContextManager[Any]:
+    """A context in which modes see no operations, unless one of them makes all tensors fake."""
+    hides = dispatch_modes() > 0 and fake_mode() is None
+    return without_modes() if hides else _nothing
+
+
 @contextmanager
 def _cached_weights(plan: CallPlan) -> Iterator[None]:
     """Let a recompute read the weights of its first forward, whatever was cached since."""
@@ -91,13 +104,14 @@ def _plan_in_region(
     if where.in_first_forward or torch.is_grad_enabled():
         needs = needs_of(where.in_first_forward or x.requires_grad, parameters)
     if graph_task() == -1 or not is_recompute(module, where.recomputed):
-        plan = module.plan_for(
-            x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
-        )
-        return _first_plan(module, plan, where, stack.scope)
+        with _unseen_by_modes():
+            plan = module.plan_for(
+                x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
+            )
+            return _first_plan(module, plan, where, stack.scope)
     assert where.recomputed is not None
     call = where.recomputed.next_call(module)
-    with stack.resumed(call.scope):
+    with stack.resumed(call.scope), _unseen_by_modes():
         plan = module.plan_for(
             x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
         )
@@ -189,11 +203,12 @@ def made_in_region(
         where.record_call(module, Call(OUTSIDE))
         return None
     if first is None:
-        made = make(counts, None)
-        call = record_first_call(module, where, counts)
+        with _unseen_by_modes():
+            made = make(counts, None)
+            call = record_first_call(module, where, counts)
     else:
         assert region is not None
-        with stack.resumed(scope):
+        with stack.resumed(scope), _unseen_by_modes():
             made = make(counts, first)
         call = first._replace(step=recompute_step(region, first, counts))
     where.record_call(module, call)
