@@ -110,6 +110,14 @@ def test_a_recomputed_region_repeats_the_bits(two):
             assert len(equal) == 10 and all(equal)
 
 
+def test_calls_and_calibrations_without_a_backend_are_errors(two):
+    for found in two:
+        assert len(found["forbidden"]) == 6
+        for text in found["forbidden"]:
+            assert "no dot product attention backend" in text
+            assert "switched off by NVTE_UNFUSED_ATTN=0" in text
+
+
 def test_ranks_with_scales_of_their_own_are_refused_in_words(two):
     for found in two:
         assert len(found["own_scales"]) == 2

@@ -289,7 +289,22 @@ def own_scales(rank):
     return found
 
 
+def forbidden(rank):
+    """Returns the errors of calls, with and without casts, if all backends are switched off."""
+    found, off = [], {"NVTE_UNFUSED_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = shared_module(comm)
+        leaves, _ = leaves_and_grad(rank)
+        for scope in ({}, {"enabled": False, "calibrating": True}):
+            try:
+                with patch.dict(os.environ, off):
+                    in_fp8(module, **scope)(*leaves)
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
 def fp8_everything(rank, cases):
     """Returns the results of the scenarios above, and the outcomes of `cases`."""
-    scenarios = (sent, calibrated, recomputed, own_scales)
+    scenarios = (sent, calibrated, recomputed, own_scales, forbidden)
     return fp8_outcomes(rank, cases) | {one.__name__: one(rank) for one in scenarios}

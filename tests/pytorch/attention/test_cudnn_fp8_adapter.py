@@ -127,6 +127,7 @@ def test_preferred(monkeypatch):
         ({"softmax_type": "learnable"}, "has no sink"),
         ({"cache": "appended"}, "each length"),
         ({"part": True}, None),
+        ({"calibrating": True}, "calibrate on 'unfused'"),
         ({"capability": (8, 9)}, "compute capability 9.0"),
         ({"compiling": True}, None),
         ({"compiling": True, "queries": 1}, "several queries"),

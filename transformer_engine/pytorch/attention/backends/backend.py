@@ -49,7 +49,8 @@ class Problem(NamedTuple):
         softmax_type: see `Sink`.
         cache: kind of the cache of keys and values: `""` for none, `appended`, `fixed` or `named`,
             see `cache/inference.py`.
-        fp8: queries, keys and values are quantised.
+        fp8: attention is in FP8, or calibrates for it.
+        calibrating: attention records amaxes and casts nothing.
         compiling: inside torch.compile.
         in_graph: the program has announced that it captures CUDA graphs, or warms up for it.
         part: the keys are only some of those that the softmax goes over, see `Parts`.
@@ -82,6 +83,7 @@ class Problem(NamedTuple):
     softmax_type: str = "vanilla"
     cache: str = ""
     fp8: bool = False
+    calibrating: bool = False
     compiling: bool = False
     in_graph: bool = False
     part: bool = False

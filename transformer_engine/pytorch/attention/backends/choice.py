@@ -67,7 +67,7 @@ def _facts(
     CallShape,
     torch.device,
     torch.dtype,
-    tuple[bool, float, str, str, bool, bool, bool],
+    tuple[bool, float, str, str, bool, bool, bool, bool],
     _BiasFacts | None,
     _SequenceFacts | None,
     bool,
@@ -84,6 +84,7 @@ def _facts(
             call.sink.type,
             call.cache,
             call.casts is not None,
+            call.casts is not None and call.casts.calibrating,
             process_state().captures_graphs,
             call.part,
         ),
@@ -119,13 +120,13 @@ def _problem(
     shape: CallShape,
     device: torch.device,
     dtype: torch.dtype,
-    facts: tuple[bool, float, str, str, bool, bool, bool],
+    facts: tuple[bool, float, str, str, bool, bool, bool, bool],
     bias: _BiasFacts | None,
     sequences: _SequenceFacts | None,
     repeats: bool,
     allowed: AttentionVariables,
 ) -> Problem:
-    training, dropout, softmax_type, cache, fp8, in_graph, part = facts
+    training, dropout, softmax_type, cache, fp8, calibrating, in_graph, part = facts
     bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
     queries, keys, by_mask, alike = sequences or (None, None, False, True)
     packed = shape.qkv_format == "thd"
@@ -156,6 +157,7 @@ def _problem(
         softmax_type=softmax_type,
         cache=cache,
         fp8=fp8,
+        calibrating=calibrating,
         compiling=torch.compiler.is_compiling(),
         in_graph=in_graph,
         part=part,

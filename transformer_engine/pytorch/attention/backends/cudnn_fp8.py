@@ -23,7 +23,6 @@ import torch
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch._torch_private import constant_in_graphs
-from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
     ASKABLE,
     FEW_ELEMENTS,
@@ -78,8 +77,6 @@ def forward(
     """See `backends/__init__.py`."""
     casts, dtype = call.casts, query.dtype
     assert casts is not None
-    if casts.calibrating:
-        return unfused_fp8.forward(query, key, value, call, needs)
     training = any(needs)
     deterministic = training and repeatable(environment())
     settings = settings_for(call.shape, False, False, deterministic, (0, 0))
@@ -104,8 +101,6 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     """See `backends/__init__.py`."""
     casts = call.casts
     assert casts is not None
-    if casts.calibrating:
-        return unfused_fp8.backward(grad, saved, call, needs)
     settings, in_fp8 = saved.facts
     if in_fp8:
         return _gradients_in_fp8(grad, saved, settings, call, needs)
@@ -250,9 +245,9 @@ def _restore(
 
 
 def _recordable(call: Call) -> bool:
-    """Whether the call has the scales of the module's state, and is no part or calibration."""
+    """Whether the call has the scales of the module's state, and is no part."""
     casts = call.casts
-    return casts is not None and casts.of_state and not (casts.calibrating or call.part)
+    return casts is not None and casts.of_state and not call.part
 
 
 def _persistent(call: Call) -> Sequence[torch.Tensor]:
@@ -273,6 +268,10 @@ BACKEND = Backend(
         Requirement(
             lambda problem, allowed: problem.fp8,
             "computes in FP8 alone; use a recipe with fp8_dpa",
+        ),
+        Requirement(
+            lambda problem, allowed: not problem.calibrating,
+            "records no amaxes without casts; calibrate on 'unfused'",
         ),
         GPU,
         ASKABLE,

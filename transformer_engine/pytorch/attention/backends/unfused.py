@@ -49,7 +49,7 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
 
 
 def _notice(problem: Problem, allowed: AttentionVariables) -> str:
-    if not (problem.fp8 and problem.device == "cuda"):
+    if problem.device != "cuda" or not problem.fp8 or problem.calibrating:
         return ""
     return (
         "[attention] FP8 attention runs on the backend 'unfused', which rounds as FP8 does and"

@@ -79,9 +79,6 @@ def dtype_of_parts(query: torch.Tensor, call: Call, needs: Needs) -> torch.dtype
     Raises:
         ValueError: no backend takes the call.
     """
-    assert call.casts is not None
-    if call.casts.calibrating:
-        return torch.float32
     part = call._replace(context=None, part=True, sink=NO_SINK)
     dtype = cudnn_fp8.sixteen_bit(query.dtype)
     backend = choose(query.device, dtype, any(needs), part)

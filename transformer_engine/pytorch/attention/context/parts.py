@@ -270,7 +270,8 @@ def backend_of(
     """
     casts = part.call.casts
     if casts is not None:
-        if not casts.by_cudnn:  # cuDNN may take some parts of this call, but not all of them
+        # `dtype_of_parts` has chosen it: cuDNN may take some parts of the call, but not all.
+        if not casts.by_cudnn:
             return unfused.BACKEND
         dtype = casts.dtype
     return choose_inside(device, dtype, needs, part.call)
