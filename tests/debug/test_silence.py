@@ -153,14 +153,15 @@ def test_sections_are_told_of_a_step_in_which_only_layers_of_torch_ran(tmp_path:
             debug_api.step()
 
 
+@pytest.mark.parametrize("others", [["weight"], []], ids=["of both", "of the backward"])
 @pytest.mark.parametrize("tensor", ["gradient", "wgrad"])
 @pytest.mark.parametrize(("calls", "told"), [("fsbssfsbs", 1), ("fbsfbssfbs", 0)])
 def test_a_backward_of_compiled_code_after_its_step_is_told_once(
-    tmp_path: Path, calls: str, told: int, tensor: str
+    tmp_path: Path, calls: str, told: int, tensor: str, others: list[str]
 ) -> None:
     """`calls` are forwards, backwards and steps; statistics are due in every second iteration."""
     layer = te.Linear(16, 16, device="cpu", name="a")
-    config = section("LogTensorStats", tensors=["weight", tensor], stats=["max"], freq=2)
+    config = section("LogTensorStats", tensors=[*others, tensor], stats=["max"], freq=2)
     with debugging(tmp_path, config):
         run = torch.compile(layer, backend="aot_eager")
         for call in calls:

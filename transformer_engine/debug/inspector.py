@@ -70,7 +70,7 @@ class Inspector:
         self.manager = manager
         self.name = f"session {next(_NAMES)}"
         self.selects = bool(getattr(manager, "has_features", True))
-        self.feeds: dict[str, compiled.Feed] = {}  # for operators of compiled graphs
+        self.feeds: dict[str, compiled.Taker] = {}  # for operators of compiled graphs
         self._plans_logged: dict[tuple[str, str, str], Plan] = {}
         self._owners: dict[str, weakref.ref[TransformerEngineBaseModule]] = {}
         self._begin_session()

@@ -37,7 +37,7 @@ _OF_FORWARD = ("activation", "weight", "output")
 class Feed:
     """What an operator of a graph needs to take the statistics of its tensor.
 
-    The iterations of forwards are known of layers with statistics of a tensor of the forward.
+    If a layer has statistics of its backward alone, a `ForwardMark` notes its forwards.
     """
 
     statistics: TensorStatistics
@@ -69,6 +69,22 @@ class Feed:
             statistics.feed(x, rows, columns, self.quantizer, captured)
         elif rows is not None:
             statistics.feed_fp8_weight(rows, self.dtype, self.quantizer, captured)
+
+
+@dataclass
+class ForwardMark:
+    """Notes the iteration of the forwards of a layer that has statistics of its backward alone."""
+
+    statistics: TensorStatistics  # of a tensor of the backward
+    forwards: dict[str, int]  # see `Feed`
+
+    def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:
+        """Called in the forward, with a tensor that is not read."""
+        if graph_task() == -1 and not is_capturing():
+            self.forwards[self.statistics.layer] = self.statistics.iteration
+
+
+Taker: TypeAlias = Feed | ForwardMark
 
 
 def _matrix(
@@ -162,10 +178,16 @@ def traced(about: LayerInGraph, quantizers: GemmQuantizers) -> GemmQuantizers:
         RuntimeError: a feature that needs Python is selected for the layer.
     """
     _enter(about.layer, quantizers.fp8, about.session)
-    wrapped: dict[str, Quantizer] = {}
+    feeds: dict[str, str] = {}
     for tensor in TENSORS:
         inner: Quantizer = getattr(quantizers, tensor.quantizer)
-        feed = _feed(tensor.name, inner.scaling, inner.format, *about)
+        feeds[tensor.name] = _feed(tensor.name, inner.scaling, inner.format, *about)
+    of_backward = [name for name in feeds if feeds[name] and name not in _OF_FORWARD]
+    if of_backward and not about.evaluating and not any([feeds[name] for name in _OF_FORWARD]):
+        feeds["output"] = _mark(of_backward[0], *about)
+    wrapped: dict[str, Quantizer] = {}
+    for tensor in TENSORS:
+        inner, feed = getattr(quantizers, tensor.quantizer), feeds[tensor.name]
         wrapped[tensor.quantizer] = TracedStatistics(inner, feed) if feed else inner
     return quantizers.replaced(wrapped)
 
@@ -194,4 +216,16 @@ def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
         forwards = inspector.statistics.forwards
         feed = Feed(statistics, forwards, features, quantizer, dtype, evaluating)
         inspector.feeds[name] = feed
+    return name
+
+
+@constant_in_graphs
+def _mark(tensor: str, *about: Any) -> str:
+    """Register the `ForwardMark` of a layer with statistics of `tensor`, and return its name."""
+    inspector = process_state().inspector
+    layer, device, _, session, _, tp_group, tp_size, replicated = about
+    ranks = (real_object(tp_group), tp_size, tensor in replicated)
+    statistics, _ = inspector.statistics_of(layer, tensor, device, *ranks)
+    name = f"{layer}, forward, {device}, {session}"
+    inspector.feeds[name] = ForwardMark(statistics, inspector.statistics.forwards)
     return name
