@@ -10,6 +10,7 @@ from checkpoint_helpers import MODES, Wrap, uncheckpointed
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -335,3 +336,13 @@ def check_selective(scopes: Any, kind: str, runs: bool, saved: Any) -> None:
             out.square().sum().backward()
             found[-1] += gradients(layer, x)
     assert_equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_checkpoint_of_fake_tensors_makes_fake_states() -> None:
+    with FakeTensorMode():
+        layer = te.Linear(32, 32, device="cpu")
+        with scope("delayed"):
+            te.checkpoint(layer, torch.randn(16, 32, requires_grad=True), use_reentrant=False)
+    assert all(isinstance(state.scale, FakeTensor) for state in layer.scaling.values())
+    assert layer.scaling
