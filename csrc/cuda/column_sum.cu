@@ -21,10 +21,8 @@ struct Sum {
   bool wide;  // four columns may be read at once
 };
 
-struct Batch {
-  TensorBatch<Sum, 64> sums;  // arguments of a kernel are at most 4 KiB
-};
-static_assert(sizeof(Batch) <= 4096);
+using Batch = TensorBatch<Sum, 64>;
+static_assert(sizeof(Batch) <= 4096);  // the limit of a kernel's arguments
 
 // The sums of kWide columns over the parts of this thread: `first` and every kSide-th part after
 // it.
@@ -74,9 +72,9 @@ __global__ void __launch_bounds__(kThreads)
     add_column_parts_kernel(const __grid_constant__ Batch batch) {
   __shared__ float sums[kWarps][kColumns];
   follow_previous_kernel();
-  const int index = batch.sums.tensor_of(blockIdx.x);
-  const Sum& of = batch.sums.tensors[index];
-  const int64_t block_col = int64_t{blockIdx.x - batch.sums.first_block[index]} * kColumns;
+  const int index = batch.tensor_of(blockIdx.x);
+  const Sum& of = batch.tensors[index];
+  const int64_t block_col = int64_t{blockIdx.x - batch.first_block[index]} * kColumns;
   if (of.wide)
     add_parts<4>(of, block_col, sums);
   else
@@ -96,17 +94,17 @@ void add_column_parts(const ColumnSums& sums, Stream stream) {
   const DeviceGuard guard(sums.front().out.device);
   Batch batch;
   const auto launch = [&] {
-    if (batch.sums.blocks != 0)
-      launch_dependent(add_column_parts_kernel, batch.sums.blocks, kThreads, 0, stream_of(stream),
+    if (batch.blocks != 0)
+      launch_dependent(add_column_parts_kernel, batch.blocks, kThreads, 0, stream_of(stream),
                        batch);
-    batch.sums.clear();
+    batch.clear();
   };
   for (const ColumnSum& sum : sums) {
     const int64_t cols = sum.out.numel();
     const bool wide = cols % 4 == 0 && sum.pitch % 4 == 0 && is_aligned(sum.parts, 16);
     const Sum one{sum.parts, sum.out.data, sum.count, sum.pitch, cols, sum.out.dtype, wide};
-    batch.sums.add(one, ceil_div(cols, kColumns));
-    if (batch.sums.is_full()) launch();
+    batch.add(one, ceil_div(cols, kColumns));
+    if (batch.is_full()) launch();
   }
   launch();
 }
