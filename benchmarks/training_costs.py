@@ -18,7 +18,7 @@ KINDS = {
     "norms": r"NormKind|layer_norm|rms_norm",
     "activations": r"Unit|gelu|silu",
     "casts": r"tile_map|transpose_kernel|update_kernel",
-    "sums of columns": r"reduce_kernel<te::",
+    "sums of columns": r"column_parts",
     "rotation": r"rope_kernel",
     "residuals": r"line_kernel",
     "cross entropy": r"cross_entropy|softmax|nll_loss",
