@@ -228,7 +228,7 @@ def _is_same(x: torch.Tensor, whole: torch.Tensor) -> bool:
     if x is whole:
         return True
     alike = x.dtype is whole.dtype and x.shape == whole.shape and x.stride() == whole.stride()
-    return alike and x.storage_offset() == whole.storage_offset()
+    return bool(alike and x.storage_offset() == whole.storage_offset())
 
 
 def _pick(number: int, x: torch.Tensor, only: Reading | None) -> Pick:
