@@ -15,6 +15,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
+# Torch 2.12 and older do not compile a checkpoint that changes Python's state.
+REFUSAL = (
+    "HOP: Unsafe side effect"
+    if torch.__version__ < (2, 13)
+    else "transformer_engine.pytorch.checkpoint in the compiled"
+)
+
 
 def fails(call: Wrap, *args: Any) -> str:
     torch._dynamo.reset()
@@ -71,13 +78,13 @@ def test_torchs_own_checkpoint_is_right_or_refused(recipe: str) -> None:
         with scope(recipe):  # makes the scaling state; in a checkpoint Dynamo refuses to do so
             compiled()(eager)(2 * x.detach())
         call = compiled()(forward) if inside else eager
-        with scope(recipe):
-            y = call(x)
         try:
+            with scope(recipe):
+                y = call(x)
             y.sum().backward()
         except RuntimeError as error:
             assert recipe == "delayed" and inside
-            assert "transformer_engine.pytorch.checkpoint in the compiled" in str(error)
+            assert REFUSAL in str(error)
         else:
             found.append([x.grad, *states(modules)])
     for other in found[1:]:

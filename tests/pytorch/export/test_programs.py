@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.chain import compiled
 
 AUTO = torch.export.Dim.AUTO
-# Torch 2.11 warns that the bytes which it loads are not writable.
+# Torch 2.12 and older warn that the bytes which they load are not writable.
 pytestmark = pytest.mark.filterwarnings("ignore:.*buffer is not writable:UserWarning")
 
 
