@@ -29,7 +29,8 @@ constexpr TileMapPolicy tile_map_policy(bool wide, bool moments = false, bool ha
   }
   if (Function::kAgain) return {2, Function::kOutputs == 2 ? 6 : 8};  // a further block of codes
   if (Function::kOutputs == 2) return {2, 12};  // two blocks of codes, two sets of sums
-  if (Function::kInputs == 2 || Function::kColumnSums) return {3, 8};
+  if (Function::kInputs == 2) return {3, 8};
+  if (Function::kColumnSums) return {4, 4};  // {3, 8} is slower where there are few columns
   return {4, 8};
 }
 
