@@ -64,3 +64,30 @@ def test_a_state_with_a_part_missing_is_refused(counts: tuple[int, int, int]) ->
     raw = header + struct.pack(f"<{numbers}f", *[1.0] * numbers)
     with pytest.raises(ValueError, match=r"amax history of one step or more, .*\(layer fc\)"):
         layer.set_extra_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_rest_of_a_model_is_loaded_before_a_damaged_state_is_refused(enabled: bool) -> None:
+    """Errors of all layers are in one error, beside those of torch."""
+
+    def made() -> torch.nn.Sequential:
+        with te.fp8_model_init(enabled=enabled):
+            names = ("a", "b", "c", "d")
+            layers = [te.Linear(32, 32, device="cpu", name=name) for name in names]
+        return torch.nn.Sequential(*layers)
+
+    source, target = made(), made()
+    with te.fp8_autocast(enabled=True):
+        source(torch.randn(16, 32)).sum().backward()
+    state = source.state_dict()
+    for damaged in ("0._extra_state", "2._extra_state"):
+        state[damaged] = state[damaged][:-1]
+    words = (
+        r"(?s)is cut off or damaged \(layer a\).*is cut off or damaged \(layer c\).*size mismatch"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        target.load_state_dict({**state, "3.bias": torch.ones(3)})
+    for i in range(4):
+        assert (target[i].weight - source[i].weight).abs().max() < 1e-2
+    assert torch.equal(target[1].get_extra_state(), source[1].get_extra_state())
+    assert not target[0].scaling and not target[2].scaling

@@ -320,7 +320,7 @@ def test_extra_state_of_another_kind_of_layer_is_refused() -> None:
         linear(torch.randn(16, 32)).sum().backward()
     state = {**mlp.state_dict(), "_extra_state": linear.get_extra_state()}
     text = r"expected the FP8 state of 2 GEMMs, 6 forward scales, got 3 \(layer mlp\)"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(RuntimeError, match=text):
         mlp.load_state_dict(state)
 
 

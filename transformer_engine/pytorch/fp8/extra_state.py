@@ -131,12 +131,16 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
 def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:
     """The fp32 scales of each weight that was kept in FP8; None if their number does not fit.
 
-    `state` is the entry of a state dict, `sizes` the number of scales of each weight.
+    `state` is the entry of a state dict, `sizes` the number of scales of each weight. None also for
+    a damaged state, which `unpack` refuses.
     """
     raw = _bytes_of(state)
     if raw is None or not _is_ours(raw):
         return None
-    (forward, backward, length), values = _contents(raw, layer)
+    try:
+        (forward, backward, length), values = _contents(raw, layer)
+    except ValueError:
+        return None
     scales = values[(forward + backward) * (1 + length) :]
     return scales.split(list(sizes)) if scales.numel() == sum(sizes) else None
 
@@ -216,7 +220,8 @@ class OptionalExtraState:
     """A module whose checkpoint may lack `_extra_state`, as those of plain torch layers do.
 
     Checkpoints of older versions may have it under another key (`former_extra_state`). If it is
-    missing and the module has scaling state, one warning says that this state stays unchanged.
+    missing and the module has scaling state, one warning says that this state stays unchanged. A
+    damaged one is reported by `load_state_dict` with its other errors, when all modules are loaded.
     """
 
     former_extra_state = ""  # the older key, without the module's prefix
@@ -235,9 +240,15 @@ class OptionalExtraState:
         if self.former_extra_state and key not in state_dict and former in state_dict:
             state_dict = {**state_dict, key: state_dict[former]}
         known = len(missing_keys), len(unexpected_keys)
+        others = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(  # type: ignore[misc]
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if key in state_dict and hasattr(self, "scaling"):
+            try:
+                self.set_extra_state(state_dict[key])  # type: ignore[attr-defined]
+            except ValueError as error:
+                error_msgs.append(str(error))
         for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
             keys[first:] = [name for name in keys[first:] if not name.endswith("_extra_state")]
         if getattr(self, "scaling", None) and key not in state_dict:
