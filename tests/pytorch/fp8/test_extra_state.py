@@ -91,3 +91,13 @@ def test_the_rest_of_a_model_is_loaded_before_a_damaged_state_is_refused(enabled
         assert (target[i].weight - source[i].weight).abs().max() < 1e-2
     assert torch.equal(target[1].get_extra_state(), source[1].get_extra_state())
     assert not target[0].scaling and not target[2].scaling
+
+
+def test_weights_that_are_not_dense_are_refused() -> None:
+    with te.fp8_model_init():
+        layer = te.Linear(32, 32, device="cpu")
+    before = layer.weight.dequantize()
+    sparse = {**layer.state_dict(), "weight": torch.ones(32, 32).to_sparse()}
+    with pytest.raises(RuntimeError, match='the parameter named "weight"'):
+        layer.load_state_dict(sparse)
+    assert torch.equal(layer.weight.dequantize(), before)

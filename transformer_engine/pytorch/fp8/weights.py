@@ -203,7 +203,8 @@ def quantized(
             values = part_of_state(module, name, values)
         if not isinstance(values, torch.Tensor) or isinstance(values, QuantizedTensor):
             continue
-        if values.shape == parameter.shape and values.is_floating_point() and not values.is_meta:
+        dense = values.layout == torch.strided and not values.is_meta
+        if dense and values.shape == parameter.shape and values.is_floating_point():
             own = _own_piece(values, parameter)
             if own is not None:
                 cast = _cast(own, weight, None if scales is None else scales[i], assigned)
