@@ -278,6 +278,20 @@ def test_weights_kept_in_fp8(recipe, device):
     assert casts == (0 if recipe is None else 4)  # two inputs, two weights
 
 
+@pytest.mark.sampled_on_cpu
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
+def test_weights_in_several_parameters_kept_in_fp8(recipe, device):
+    """They are joined in high precision, and cast together."""
+    with te.fp8_model_init():
+        model = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", device=device, name="mha")
+    x = torch.randn(2, 8, HIDDEN, device=device)
+    trained(model, (x,), recipe)
+    assert "query_weight of layer mha.qkv cannot be exported: call" in error_of(model, (x,), recipe)
+    model.requires_grad_(False)
+    check(model, (x,), (torch.randn(3, 16, HIDDEN),), recipe)
+
+
 @pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
 def test_weights_kept_in_blocks():
     """Outside of autocast, the graph contains the dequantised weights."""

@@ -120,6 +120,13 @@ def dequantized_weight(
     return _quantize_dequantize(values, inverse, matrix.element) if fp8 else values.to(dtype)
 
 
+def plain_weight(weight: torch.Tensor, layer: Any) -> torch.Tensor:
+    """A weight, dequantised if it is kept in FP8, which can be joined with others."""
+    if isinstance(weight, QuantizedTensor):
+        return dequantized_weight(weight, False, weight.dtype, layer)
+    return weight
+
+
 def _symbolic(
     operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

@@ -12,7 +12,9 @@ from torch import nn
 
 from transformer_engine.pytorch._torch_private import default_device_is_set
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.export.onnx import plain_weight
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes, in_layer
 from transformer_engine.pytorch.parallel.shards import Shard
@@ -376,8 +378,10 @@ class SplitLinearParameters:
         if count == 1:
             weight, bias = tensors
             return weight, bias
-        weight = _joined(tensors[:count])
-        return weight, _joined(tensors[count:]) if self.bias_names else None
+        weights = tensors[:count]
+        if exporting():
+            weights = [plain_weight(weight, module.name) for weight in weights]
+        return _joined(weights), _joined(tensors[count:]) if self.bias_names else None
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
