@@ -43,6 +43,18 @@ def test_two_modules_of_attention(recipe: DelayedScaling | None, device: str) ->
             assert (got - expected).norm() < 1e-2 * expected.norm()  # kernels may differ
 
 
+@pytest.mark.parametrize("settings", [{}, {"window_size": (31, 0)}], ids=["causal", "window"])
+def test_masks_that_end_bottom_right(settings: dict[str, tuple[int, int]]) -> None:
+    """The diagonal is 0 for all lengths. It is no symbol, which torch's attention would refuse."""
+    module = te.DotProductAttention(
+        4, 8, attn_mask_type="causal_bottom_right", qkv_format="bshd", **settings
+    ).eval()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (16, 24):
+        x = torch.randn(2, length, 4, 8)
+        assert_bitwise(compiled(x, x, x), module(x, x, x))
+
+
 @pytest.mark.parametrize(
     "recipe", [Float8BlockScaling(), Float8CurrentScaling(), DelayedScaling(amax_history_len=2)]
 )

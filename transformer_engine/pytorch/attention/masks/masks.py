@@ -278,7 +278,9 @@ def build_mask(
         left = -1
     if right >= keys - 1 - diagonal:
         right = -1
-    return Mask(hidden, left, right, diagonal if left >= 0 or right >= 0 else 0)
+    # Where torch traces sizes as symbols, so is the diagonal; `Mask.causal` must not become one.
+    moved = (left >= 0 or right >= 0) and diagonal != 0
+    return Mask(hidden, left, right, diagonal if moved else 0)
 
 
 def padding_from_masks(
