@@ -69,6 +69,13 @@ def test_a_layer_may_be_cut_on_meta(found, fp8_weights: bool) -> None:
         assert 0.1 < made["loss"] < 1.0
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_whole_tensors_are_loaded_into_pieces(found, broadcast: bool) -> None:
+    """By `full_state_dict` of `set_model_state_dict`, which writes to the pieces itself."""
+    for outcome in found:
+        assert outcome["whole state"][broadcast] < 1e-7
+
+
 def test_errors_name_the_weight(found) -> None:
     for outcome in found:
         assert "a piece of weight of layer" in outcome["errors"]["too early"]

@@ -21,6 +21,11 @@ from replica_reference import (
     one_rank,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -243,6 +248,21 @@ def _slices(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
+def _whole_state(broadcast: bool, rank: int, mesh: DeviceMesh) -> float:
+    """The largest change of a weight when whole tensors are loaded into FP8 pieces."""
+    with te.fp8_model_init():
+        source = te.Linear(HIDDEN, HIDDEN, device=here())
+        model = _fully_sharded(te.Linear(HIDDEN, HIDDEN, device=here()), mesh)
+    model.load_state_dict(model.state_dict())  # torch writes to pieces, whose ranks are known now
+    state = source.state_dict()
+    dist.broadcast(state["weight"], 0)
+    loaded = {} if broadcast and rank else dict(state)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, loaded, options=options)
+    weight = get_model_state_dict(model)["weight"].full_tensor()
+    return float((weight - state["weight"]).abs().max())
+
+
 def shards(rank: int) -> dict[str, Any]:
     """Returns the result of every case, by name."""
     group, mesh = alone(rank), init_device_mesh(here().type, (2,))
@@ -276,6 +296,7 @@ def shards(rank: int) -> dict[str, Any]:
     }
     found["clipped"] = {one: _clipped(one, mesh) for one in (False, True)}
     found["from meta"] = {one: _from_meta(one, rank, mesh) for one in (False, True)}
+    found["whole state"] = {one: _whole_state(one, rank, mesh) for one in (False, True)}
     found["errors"] = _errors(mesh)
     found["slices"] = _slices(rank, mesh)
     return found

@@ -206,7 +206,7 @@ def quantized(
         dense = values.layout == torch.strided and not values.is_meta
         if dense and values.shape == parameter.shape and values.is_floating_point():
             own = _own_piece(values, parameter)
-            if own is not None:
+            if own is not None and not isinstance(own, QuantizedTensor):
                 cast = _cast(own, weight, None if scales is None else scales[i], assigned)
                 found[prefix + name] = with_piece(parameter, cast)
     return {**state, **found}
