@@ -1,9 +1,8 @@
 """All private names of torch that we use, and what is done where torch lacks one.
 
 Each is looked up once, when this file is imported. `MISSING` lists those that were not found; the
-comment beside a name says, after "Without:", what happens then. All were seen in torch 2.8 and in
-2.11 to 2.15, and in 2.4 unless it says otherwise. Names are bound to torch's own objects: no call
-overhead.
+comment beside a name says, after "Without:", what happens then. All were seen in torch 2.8, in 2.11
+to 2.15, and in 2.4 unless it says otherwise. Names are bound to torch's objects: no call overhead.
 
 The base class of modes, the functions of nested values (`_pytree`) and `graph_task` have no
 substitute: without them this import fails, and says which is missing. Not private for us are, and
