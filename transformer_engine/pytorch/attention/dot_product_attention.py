@@ -306,7 +306,7 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
         """
         if self.return_max_logit or not _OF_MORE.isdisjoint(arguments):
             return None
-        cast = casts_of_part(self, any(values.needs), values.like.device)
+        cast = casts_of_part(self, values.records, values.like.device)
         if cast is None:
             return None
         casts, state = cast

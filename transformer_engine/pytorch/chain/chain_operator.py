@@ -41,6 +41,7 @@ class PartFacts(NamedTuple):
         rooms: number of scaling-state tensors that a call takes: one for the forward and one for
             the backward, or none.
         options: returned by `Stage.describe_options` of the first stage.
+        counts: see `CallPlan`.
         flush: a call first runs the updates of scales that compiled code has deferred.
         recomputed: a checkpoint in the graph may recompute the call.
         weights: shapes of the weights of the GEMMs. They are part of the description because an
@@ -56,6 +57,7 @@ class PartFacts(NamedTuple):
     gemms: tuple[Any, ...] = ()
     rooms: int = 0
     options: tuple[Any, ...] = (None,)
+    counts: bool = False
     flush: bool = False
     recomputed: bool = False
     weights: tuple[tuple[int, int], ...] = ()
@@ -149,7 +151,7 @@ class ChainOperator:
             own, state = state[: facts.rooms], state[facts.rooms :]
             columns, of_gemms, in_memory = None, [None] * len(facts.gemms), None
             if own:
-                how = (any(facts.needs), facts.flush, facts.recomputed if staged else None)
+                how = (facts.counts, facts.flush, facts.recomputed if staged else None)
                 in_memory = StateInMemory(own[0], own[1], *how)
             if in_memory is not None and of_gemms:
                 columns, of_gemms = in_memory.gemm_columns(len(of_gemms))  # type: ignore[assignment]

@@ -63,7 +63,7 @@ class _Gathering(ListingFlow):
                 raise NotOneChain
             rooms = len(plan.state or ())
             flush = rooms > 0 and autocast_stack().entered_in_graph
-            facts = (chain.kind, plan.dtype, plan.needs, (), rooms, described, flush)
+            facts = (chain.kind, plan.dtype, plan.needs, (), rooms, described, self._records, flush)
             chain.keep_template()
         self.parts.append((facts, inputs, likes))
         if plan.requires_grad:

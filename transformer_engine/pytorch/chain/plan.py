@@ -25,6 +25,8 @@ class CallPlan:
 
     Attributes:
         requires_grad: autograd will call backward.
+        counts: gradients are enabled, so with delayed scaling the casts leave amaxes; also if
+            autograd records nothing, because all that the call reads is frozen.
         accumulates: some weight gradients go into `main_grad`.
         in_first_forward: the first forward of a recompute region, which autograd does not record.
             Its stages compute what they would if autograd recorded the call, so that both forwards
@@ -67,6 +69,7 @@ class CallPlan:
         "chain",
         "columns",
         "compiling",
+        "counts",
         "cse_barrier",
         "differentiable",
         "dropping",
@@ -104,7 +107,7 @@ class CallPlan:
         self.needs = needs
         self.quantizers = quantizers
         self.first_microbatch = first_microbatch
-        self.requires_grad = any(needs)
+        self.requires_grad = self.counts = any(needs)
         self.accumulates = False  # weight gradients go into `main_grad`
         self.in_first_forward = self.is_recompute = False
         self.by_stages: tuple[int, ...] = ()
@@ -151,6 +154,7 @@ class CallPlan:
         """A plan of the same calls with other casts, which no chain has prepared yet."""
         own = CallPlan(self.dtype, self.needs, quantizers, self.first_microbatch)
         own.requires_grad, own.in_first_forward = self.requires_grad, self.in_first_forward
+        own.counts = self.counts
         own.fp8_weights = self.fp8_weights
         return own
 

@@ -195,14 +195,14 @@ class AutocastStack:
         own.outer = list(self.outer)
         return own
 
-    def join(self, states: dict[str, ScalingState], recording: bool) -> None:
+    def join(self, states: dict[str, ScalingState], counts: bool) -> None:
         """Add the states of a module that runs in the innermost scope to the step.
 
         A call that leaves no amax is ignored: its states would leave the group of an earlier call
-        whose backward is still to come. `recording` says whether autograd records the call, now or
-        in a recompute.
+        whose backward is still to come. `counts` says whether gradients are on, now or in a
+        recompute.
         """
-        if not self.scope.leaves_amaxes(recording):
+        if not self.scope.leaves_amaxes(counts):
             return
         if self.entered_in_graph:
             process_state().join_compiled(self.scope, states.values())

@@ -35,9 +35,9 @@ class Scope:
         """Whether calls in it are in FP8 or calibrate."""
         return self.enabled or self.calibrating
 
-    def leaves_amaxes(self, recording: bool) -> bool:
-        """Whether a call in it leaves amaxes; `recording`: autograd records the call."""
-        return recording if self.enabled else self.calibrating
+    def leaves_amaxes(self, counts: bool) -> bool:
+        """Whether a call in it leaves amaxes; `counts`: gradients are on, now or in a recompute."""
+        return counts if self.enabled else self.calibrating
 
 
 OUTSIDE = Scope()

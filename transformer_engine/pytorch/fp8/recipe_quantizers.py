@@ -86,7 +86,7 @@ class Columns(NamedTuple):
 def columns_of(
     scales: Sequence[torch.Tensor],
     amaxes: Sequence[torch.Tensor],
-    recording: bool,
+    counts: bool,
     flush: bool,
     recomputed: bool,
 ) -> Columns:
@@ -96,16 +96,16 @@ def columns_of(
     compiled graph may recompute the call.
     """
     untraced: list[torch.Tensor | None] = [None] * len(scales)
-    if not (flush or (recording and torch.compiler.is_compiling())):
-        return Columns(scales, amaxes if recording else untraced)
-    rows = 2 if recording and recomputed else 1
-    values = scales_of_call([*scales], flush, recording, rows)
+    if not (flush or (counts and torch.compiler.is_compiling())):
+        return Columns(scales, amaxes if counts else untraced)
+    rows = 2 if counts and recomputed else 1
+    values = scales_of_call([*scales], flush, counts, rows)
     own = [
         [row[i : i + 1] for i in range(0, ALIGNED * len(scales), ALIGNED)]
         for row in values.unbind()
     ]
     if rows == 1:
-        return Columns(own[0], amaxes if recording else untraced)
+        return Columns(own[0], amaxes if counts else untraced)
     return Columns(own[0], own[1], values, amaxes)
 
 
@@ -128,14 +128,14 @@ class ModuleQuantizers(NamedTuple):
 def build_quantizers(
     module: TransformerEngineBaseModule,
     scope: Scope,
-    recording: bool,
+    counts: bool,
     device: torch.device,
     in_operator: bool = False,
 ) -> ModuleQuantizers:
     """One `GemmQuantizers` per GEMM of the module.
 
     If the recipe keeps state, this makes the module's scaling state, or fits it to the recipe.
-    Calls that autograd does not record leave no amax, so evaluation changes nothing.
+    Calls without gradients (`counts` is False) leave no amax, so evaluation changes nothing.
     """
     recipe, rules = scope.recipe, rules_of(scope.recipe)
     if exporting() and not rules.exportable:
@@ -146,7 +146,7 @@ def build_quantizers(
     if exporting():
         trained = _trained_columns(module)
         return ModuleQuantizers([rules.gemm_quantizers(recipe, columns) for columns in trained])
-    leaves_amaxes = scope.leaves_amaxes(recording)
+    leaves_amaxes = scope.leaves_amaxes(counts)
     forward, backward, moved = states_of(module, recipe, device, leaves_amaxes)
     indices = range(module.gemm_count)
     if not scope.enabled:
@@ -158,7 +158,7 @@ def build_quantizers(
             [one] * module.gemm_count, moved, None, (forward.room, backward.room)
         )
     stack = autocast_stack()
-    how = (recording, stack.flushes, stack.in_compiled_checkpoint)
+    how = (counts, stack.flushes, stack.in_compiled_checkpoint)
     scales, amaxes = forward.columns(cast)
     columns = columns_of(scales, amaxes, *how)
     gemms = [
@@ -234,14 +234,14 @@ class StateInMemory(NamedTuple):
     Attributes:
         forward: `ScalingState.room` of the forward.
         backward: `ScalingState.room` of the backward.
-        recording: autograd records the call.
+        counts: gradients are on.
         flush: see `columns_of`.
         recomputed: see `columns_of`; None for the scales themselves.
     """
 
     forward: torch.Tensor
     backward: torch.Tensor
-    recording: bool
+    counts: bool
     flush: bool
     recomputed: bool | None
 
@@ -249,8 +249,8 @@ class StateInMemory(NamedTuple):
         """These columns of the forward state."""
         scales, amaxes = columns_in(self.forward, numbers)
         if self.recomputed is not None:
-            return columns_of(scales, amaxes, self.recording, self.flush, self.recomputed)
-        return Columns(scales, amaxes if self.recording else [None] * len(scales))
+            return columns_of(scales, amaxes, self.counts, self.flush, self.recomputed)
+        return Columns(scales, amaxes if self.counts else [None] * len(scales))
 
     def backward_columns(self, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
         """The scales of these columns of the backward state, and the amaxes."""

@@ -216,7 +216,7 @@ class TransformerEngineBaseModule(
     ) -> CallPlan:
         """The plan of a call in the scope that is open. Plans are cached by what they depend on.
 
-        `needs` is empty where autograd does not record. For it and `in_first_forward` see
+        `needs` is empty where gradients are off. For it and `in_first_forward` see
         `CallPlan`.
         """
         autocast = autocast_dtype(x)
@@ -237,7 +237,7 @@ class TransformerEngineBaseModule(
                 self.drop_plans()
             self._plans[key] = found
         if scope.key >= 0:
-            stack.join(self.scaling, found.requires_grad or in_first_forward)
+            stack.join(self.scaling, found.counts)
         inspector = process_state().inspector
         if inspector is not None and inspector.tick >= found.inspect_at:
             return inspector.plan_for(self, found)
@@ -269,14 +269,15 @@ class TransformerEngineBaseModule(
             plan = self._plan_of_operator(scope, dtype, needs, x.device, (x, *parameters))
             if plan is not None:
                 return plan
-        built = self._quantizers_in(scope, any(needs), x.device)
+        counts = bool(needs)
+        built = self._quantizers_in(scope, counts, x.device)
         quantizers = built.gemms
         if _is_compiling() and process_state().inspector is not None:
             # Each session is a new object, so code is traced again for it.
             quantizers = process_state().inspector.in_graph(self, quantizers, x.device, dtype)
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)
-        plan.columns = built.columns
+        plan.counts, plan.columns = counts, built.columns
         plan.fp8_weights = tuple(in_fp8)
         return self.chain.prepare(plan)
 
@@ -294,7 +295,8 @@ class TransformerEngineBaseModule(
             return None
         if scope.calibrating and not scope.enabled:
             return None
-        built = self._quantizers_in(scope, any(needs), device, in_operator=True)
+        counts = bool(needs)
+        built = self._quantizers_in(scope, counts, device, in_operator=True)
         gemms = tuple([gemm.description() for gemm in built.gemms])
         if None in gemms:
             return None
@@ -302,23 +304,23 @@ class TransformerEngineBaseModule(
         chain.keep_template()
         plan = CallPlan(dtype, needs or (False,) * len(tensors))
         plan.chain, plan.state = chain, built.state
-        how = (stack.entered_in_graph, stack.in_compiled_checkpoint, tuple(self._gemm_weights()))
-        of_tensors = (str(device), tuple([None if t is None else t.dtype for t in tensors]))
+        how = (counts, stack.entered_in_graph, stack.in_compiled_checkpoint)
         facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
-        plan.facts = (*facts, *of_tensors)
+        dtypes = tuple([None if t is None else t.dtype for t in tensors])
+        plan.facts = (*facts, tuple(self._gemm_weights()), str(device), dtypes)
         values, results = tuple(range(chain.inputs)), tuple(range(len(chain.outputs)))
         outputs = tuple([chain.inputs + i for i in results])
         plan.operator = operator_key(chain.inputs, ((plan.facts, values, values),), outputs)
         return plan
 
     def _quantizers_in(
-        self, scope: Scope, recording: bool, device: torch.device, in_operator: bool = False
+        self, scope: Scope, counts: bool, device: torch.device, in_operator: bool = False
     ) -> ModuleQuantizers:
         """The quantizers of this module's GEMMs; high precision for sizes that FP8 cannot take."""
         if not (scope.enabled or (scope.calibrating and not exports_inference())):
             return ModuleQuantizers([HIGH_PRECISION_GEMM] * self.gemm_count)
         check_amax_group(self.ranks, scope.recipe, scope.group)
-        built = build_quantizers(self, scope, recording, device, in_operator)
+        built = build_quantizers(self, scope, counts, device, in_operator)
         if built.moved:
             self.drop_plans()
         for i, shape in enumerate(self._gemm_weights()):

@@ -95,7 +95,7 @@ class Quantize(ScaledModule, FusibleOperation):
         """`forward` in an ONNX graph, which is for inference: a cast to FP8 and back."""
         if not (self.casts_input and autocast_stack().scope.enabled):
             return x
-        quantizer = self._quantizers(x.device, recording=False).input
+        quantizer = self._quantizers(x.device, counts=False).input
         return cast_there_and_back(x, quantizer, x.dtype).to(x.dtype)
 
     def _cast_in_program(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Quantize(ScaledModule, FusibleOperation):
             return x.dequantize()
         if not self.casts_input:
             return x
-        quantizer = self._quantizers(x.device, recording=False).input
+        quantizer = self._quantizers(x.device, counts=False).input
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         codes: Any = quantizer.operands(rows, OperandRequest(quantizer, True, False)).rowwise
         return dequantize(codes.codes, codes.format, codes.scales, x.dtype).view(x.shape)
@@ -142,14 +142,14 @@ class Quantize(ScaledModule, FusibleOperation):
             return None if made is None else _Casts(*made)
         if not stack.scope.active:
             return None
-        quantizers = self._quantizers(x.device, recording)
+        quantizers = self._quantizers(x.device, torch.is_grad_enabled())
         return _Casts(quantizers, self.take_backward_end() if recording else None)
 
-    def _quantizers(self, device: torch.device, recording: bool) -> GemmQuantizers:
+    def _quantizers(self, device: torch.device, counts: bool) -> GemmQuantizers:
         stack = autocast_stack()
-        built: Any = build_quantizers(self, stack.scope, recording, device)  # type: ignore[arg-type]
+        built: Any = build_quantizers(self, stack.scope, counts, device)  # type: ignore[arg-type]
         if stack.scope.key >= 0:
-            stack.join(self.scaling, recording)
+            stack.join(self.scaling, counts)
         return built.gemms[0]
 
     def extra_repr(self) -> str:

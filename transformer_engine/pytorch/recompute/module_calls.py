@@ -121,8 +121,8 @@ def _plan_in_region(
             plan = plan.copy()
             plan.joins = call.joins
         return plan, None
-    counts = plan.requires_grad or plan.in_first_forward
-    step = recompute_step(where.recomputed, call, counts)
+    ends = plan.requires_grad or plan.in_first_forward
+    step = recompute_step(where.recomputed, call, ends)
     recompute_plan = _recompute_plan(module, plan, call)
     where.record_call(module, call._replace(step=step, plan=recompute_plan))
     return recompute_plan, step if plan.requires_grad else None
@@ -158,14 +158,15 @@ def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
     return region is not None and region.has_calls_of(module)
 
 
-def record_first_call(module: ScaledModule, where: RecomputeContext, counts: bool) -> Call:
+def record_first_call(module: ScaledModule, where: RecomputeContext, ends: bool) -> Call:
     """Make the record of a first forward in the regions `where`, without its plan.
 
-    `counts` says whether autograd records the call, now or in the recompute.
+    `ends` says whether the call has a backward, because autograd records it now or in the
+    recompute.
     """
     stack = autocast_stack()
     scope = stack.scope
-    step = module.take_backward_end() if counts else None
+    step = module.take_backward_end() if ends else None
     process_state().has_regions = True
     # A call in a backward that is no recompute, as from a hook, needs no region.
     unseen = graph_task() == -1 and not where.open_regions
@@ -185,8 +186,8 @@ def made_in_region(
     """Call `make` for a call that may be the first forward or the recompute of a region.
 
     `recording` says whether autograd records the call, `casts` whether a call in a scope casts to
-    FP8. `make` gets whether autograd records the call now or in the recompute, and the record of
-    the first forward if this is a recompute, else None.
+    FP8. `make` gets whether gradients are on, now or in the recompute, and the record of the first
+    forward if this is a recompute, else None.
 
     Returns:
         The result of `make`, and the step that ends with the backward of the call; None in high
@@ -194,7 +195,8 @@ def made_in_region(
     """
     stack = autocast_stack()
     where = recompute_context(stack.recomputed, stack.regions)
-    counts = recording or where.in_first_forward
+    counts = torch.is_grad_enabled() or where.in_first_forward
+    ends = recording or where.in_first_forward
     region = where.recomputed
     again = graph_task() != -1 and is_recompute(module, region)
     first = region.next_call(module) if again and region is not None else None
@@ -205,20 +207,20 @@ def made_in_region(
     if first is None:
         with _unseen_by_modes():
             made = make(counts, None)
-            call = record_first_call(module, where, counts)
+            call = record_first_call(module, where, ends)
     else:
         assert region is not None
         with stack.resumed(scope), _unseen_by_modes():
             made = make(counts, first)
-        call = first._replace(step=recompute_step(region, first, counts))
+        call = first._replace(step=recompute_step(region, first, ends))
     where.record_call(module, call)
     return made, call.step if recording else None
 
 
-def recompute_step(region: RecomputeRegion, call: Call, counts: bool) -> Step | None:
+def recompute_step(region: RecomputeRegion, call: Call, ends: bool) -> Step | None:
     """The autocast step that ends with the backward of a recompute; see `record_first_call`."""
     step = call.step or region.owed
-    region.owed = None if counts else step
+    region.owed = None if ends else step
     return step
 
 

@@ -205,7 +205,7 @@ def casts_of(
     if in_region:
         return _in_region(module, recording, device)
     recomputed = checkpointed or stack.in_compiled_checkpoint
-    casts = casts_in_scope(module, recording, device, recomputed=recomputed)
+    casts = casts_in_scope(module, torch.is_grad_enabled(), device, recomputed=recomputed)
     return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
