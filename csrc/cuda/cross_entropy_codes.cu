@@ -29,6 +29,7 @@ struct Backward {
   const float* log_sums;
   const float* factors;
   float smoothing, evenly;
+  int64_t column_pitch;
 
   __device__ __forceinline__ Softmax at(int64_t row, int col) const {
     const int label = labels[row];
@@ -44,17 +45,16 @@ void cross_entropy_codes(const CrossEntropyBackwardArgs& args, Stream stream) {
   const TensorView& logits = args.logits;
   const DeviceGuard guard(logits.device);
   launch_tile_map(
-      TileMap<Backward>{
-          .function = {args.labels.ptr<int>(), args.log_sums.ptr<float>(),
-                       args.factors.ptr<float>(), args.smoothing, args.evenly},
-          .inputs = {logits.data},
-          .rows = logits.rows(),
-          .cols = tile_map_cols(logits.cols(), kOp),
-          .backwards = true,  // the forward has just read the logits
-          .plain = args.dx.data,
-          .quantized = sink_of(args.codes),
-          .column_pitch = args.codes.columnwise ? args.codes.columnwise.stride(-2) : 0,
-          .e5m2 = args.codes.dtype == DType::Float8E5M2},
+      TileMap<Backward>{.function = {args.labels.ptr<int>(), args.log_sums.ptr<float>(),
+                                     args.factors.ptr<float>(), args.smoothing, args.evenly,
+                                     args.codes.columnwise ? args.codes.columnwise.stride(-2) : 0},
+                        .inputs = {logits.data},
+                        .rows = logits.rows(),
+                        .cols = tile_map_cols(logits.cols(), kOp),
+                        .backwards = true,  // the forward has just read the logits
+                        .plain = args.dx.data,
+                        .quantized = sink_of(args.codes),
+                        .e5m2 = args.codes.dtype == DType::Float8E5M2},
       logits.dtype, {}, kOp, stream_of(stream));
 }
 

@@ -143,7 +143,6 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Copy>(kWide, false
                     .cols = matrix.cols,
                     .walk = walk_of(matrix.rows, matrix.cols),
                     .quantized = matrix.out,
-                    .column_pitch = matrix.rows,
                     .e5m2 = matrices.e5m2};
   const unsigned block = blockIdx.x - matrices.tensors.first_block[index];
   const auto across = static_cast<unsigned>(map.walk.grid_x());

@@ -21,6 +21,8 @@
 // Moments of its results are not taken.
 //
 // The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
+// If a function has a member `column_pitch`, this is the distance between rows of transposed codes;
+// otherwise they are contiguous.
 #pragma once
 
 #include "cuda/device/float8.cuh"
@@ -56,8 +58,7 @@ struct TileMap {
   TileWalk walk = {};      // filled in by the launch
   void* plain = nullptr;   // dtype of the inputs
   QuantizedSink quantized;
-  int64_t column_pitch = 0;  // between the rows of transposed codes; 0: filled in by the launch
-  bool e5m2;                 // else E4M3
+  bool e5m2;  // else E4M3
   CurrentScaleSink current = {};
   float* column_parts = nullptr;  // [tile rows, kOutputs * cols]
   AgainSink again = {};
@@ -87,6 +88,14 @@ template <class Function>
 concept DependsOnPlace = requires(const Function& f) {
   f.at(int64_t{}, int{});
 };
+
+template <class Function>
+__device__ __forceinline__ int64_t column_pitch_of(const TileMap<Function>& map) {
+  if constexpr (requires { map.function.column_pitch; })
+    return map.function.column_pitch;
+  else
+    return map.rows;
+}
 
 template <class Function>
 __device__ __forceinline__ decltype(auto) function_at(const TileMap<Function>& map, TilePlace at,
@@ -336,9 +345,10 @@ __device__ __forceinline__ void map_tile(const TileMap<Function>& map, TilePlace
 
 #pragma unroll
   for (int k = 0; k < kOutputs; ++k) {
-    uint8_t* const out = map.quantized.columnwise + k * map.cols * map.column_pitch;
+    uint8_t* const out = map.quantized.columnwise + k * map.cols * column_pitch_of(map);
     if (map.quantized.columnwise)
-      Codes(memory[k]).template store<kTileThreads>(target_of(out, map.column_pitch, at, block));
+      Codes(memory[k]).template store<kTileThreads>(
+          target_of(out, column_pitch_of(map), at, block));
   }
   if constexpr (Function::kAgain) {
     if (map.again.columnwise) store_again<Codes>(map, at, memory[kAgainTile], results.again);

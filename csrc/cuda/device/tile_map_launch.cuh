@@ -42,7 +42,6 @@ inline int tile_map_cols(int64_t cols, std::string_view op) {
 template <class Function>
 bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& moments,
                      std::string_view op, cudaStream_t stream) {
-  if (map.column_pitch == 0) map.column_pitch = map.rows;
   map.walk = TileWalk(ceil_div(map.rows, kTile), ceil_div(map.cols, kTile), map.backwards);
   require(tiles_can_walk(map.walk, map.cols), Kind::Unsupported, op,
           "expected fewer than 2^26 rows, got ", map.rows);

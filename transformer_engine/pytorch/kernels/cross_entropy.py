@@ -89,6 +89,12 @@ def cross_entropy_backward_codes_(
         plain: overwrite the logits with the gradients in their dtype.
     """
     if launch:
+        for codes_of in (codes, transposed):
+            if codes_of is not None and codes_of.ndim != 2:
+                raise ValueError(
+                    "[cross_entropy_backward] expected codes with two dimensions, got "
+                    f"{tuple(codes_of.shape)}"
+                )
         rows = slice(first, first + logits.shape[0])
         rowwise = None if codes is None else codes[rows]
         columnwise = None if transposed is None else transposed[:, rows]
