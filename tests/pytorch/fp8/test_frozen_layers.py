@@ -70,3 +70,22 @@ def test_checkpoints(how: str, device: str) -> None:
     assert (found[0][0][:2] != 1.0).all()
     for one, other in zip(*found, strict=True):
         assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
+def test_checkpoints_in_graphs(name: str, device: str) -> None:
+    """Amaxes are those of a layer whose input needs a gradient."""
+    torch.manual_seed(0)
+    frozen = LAYERS[name]().to(device).requires_grad_(False)
+    other = copy.deepcopy(frozen)
+    x = 1e-3 * torch.randn(16, 2, 32, device=device)
+    for module, needs in ((frozen, False), (other, True)):
+        torch._dynamo.reset()
+        call = torch.compile(
+            lambda x, module=module: te.checkpoint(module, x, use_reentrant=False),
+            backend="aot_eager",
+        )
+        with te.fp8_autocast(fp8_recipe=RECIPE):
+            call(x.clone().requires_grad_(needs))
+    for one, reference in zip(forward_states(frozen), forward_states(other), strict=True):
+        assert_bitwise(one, reference)

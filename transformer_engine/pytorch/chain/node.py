@@ -60,11 +60,16 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
                 plan.columns.record_amaxes(result[0] if len(plan.chain.outputs) > 1 else result)
             return result
         return _apply(plan, step, *inputs)
-    if plan.exporting:
-        results: Any = run_exported(plan, inputs)
-    else:
-        results = segments.forward(plan, inputs)[0]
+    results = run_exported(plan, inputs) if plan.exporting else _unrecorded(plan, inputs)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _unrecorded(plan: CallPlan, inputs: Any) -> Any:
+    """The results of a chain that autograd does not record."""
+    results = segments.forward(plan, inputs)[0]
+    if plan.compiling and plan.columns is not None:
+        plan.columns.record_amaxes(results[0])
+    return results
 
 
 class _ChainNode(torch.autograd.Function):
