@@ -62,7 +62,7 @@ void activation_backward_into(const TensorView& dy, const TensorView& x, int kin
                               .quantized = quantized,
                               .current = current,
                               .dbias = dbias.to,
-                              .workspace = {},
+                              .workspace = column_sum_workspace(dbias, x, stream),
                               .moments = {},
                               .again = {}};
   args.moments = moments_sink(moments, active, x, stream);
@@ -72,8 +72,6 @@ void activation_backward_into(const TensorView& dy, const TensorView& x, int kin
   else
     args.again.y = again;
   args.again.rounded = again_rounded;
-  if (dbias.to)
-    args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols(), dbias.later);
   activation_backward(args, stream);
 }
 

@@ -19,12 +19,13 @@ void dropout_add_forward_into(const TensorView& x, const TensorView& bias,
 void dropout_add_backward_into(const TensorView& dout, const TensorView& seed, float p,
                                const TensorView& dx, const SumsOutput& dbias) {
   const Stream stream = bridge::current_stream(dout.device);
-  DropoutAddBackwardArgs args{
-      .dout = dout, .seed = seed, .p = p, .dx = dx, .dbias = dbias.to, .workspace = {}};
-  if (dbias.to)
-    args.workspace =
-        column_sum_workspace(dout.device, stream, dout.rows(), dout.cols(), dbias.later);
-  dropout_add_backward(args, stream);
+  dropout_add_backward({.dout = dout,
+                        .seed = seed,
+                        .p = p,
+                        .dx = dx,
+                        .dbias = dbias.to,
+                        .workspace = column_sum_workspace(dbias, dout, stream)},
+                       stream);
 }
 
 }  // namespace

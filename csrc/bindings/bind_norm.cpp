@@ -42,20 +42,19 @@ void norm_backward_into(const TensorView& dy, const TensorView& x, const TensorV
                         bool zero_centered, const TensorView& residual_grad, const TensorView& dx,
                         const SumsOutput& dgamma, const SumsOutput& dbeta) {
   const Stream stream = bridge::current_stream(x.device);
-  norm_backward(
-      {.kind = static_cast<NormKind>(kind),
-       .dy = dy,
-       .x = x,
-       .gamma = gamma,
-       .mean = mean,
-       .rstd = rstd,
-       .zero_centered = zero_centered,
-       .residual_grad = residual_grad,
-       .dx = dx,
-       .dgamma = dgamma.to,
-       .dbeta = dbeta.to,
-       .workspace = column_sum_workspace(x.device, stream, x.rows(), 2 * x.cols(), dgamma.later)},
-      stream);
+  norm_backward({.kind = static_cast<NormKind>(kind),
+                 .dy = dy,
+                 .x = x,
+                 .gamma = gamma,
+                 .mean = mean,
+                 .rstd = rstd,
+                 .zero_centered = zero_centered,
+                 .residual_grad = residual_grad,
+                 .dx = dx,
+                 .dgamma = dgamma.to,
+                 .dbeta = dbeta.to,
+                 .workspace = column_sum_workspace(dgamma, x, stream, 2)},
+                stream);
 }
 
 }  // namespace

@@ -19,14 +19,12 @@ void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorV
                    int format, const SumsOutput& dbias, const TensorView& moments,
                    const TensorView& active) {
   const Stream stream = bridge::current_stream(x.device);
-  QuantizeArgs args{
+  const QuantizeArgs args{
       .x = x,
       .out = quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
       .dbias = dbias.to,
-      .workspace = {},
+      .workspace = column_sum_workspace(dbias, x, stream),
       .moments = moments_sink(moments, active, x, stream)};
-  if (dbias.to)
-    args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols(), dbias.later);
   quantize(args, stream);
 }
 
@@ -65,9 +63,7 @@ void quantize_blocks_into(const TensorView& x, const TensorView& rowwise,
                           .rowwise = {rowwise, row_scales},
                           .columnwise = {columnwise, column_scales},
                           .dbias = dbias.to,
-                          .workspace = {}};
-  if (dbias.to)
-    args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols(), dbias.later);
+                          .workspace = column_sum_workspace(dbias, x, stream)};
   quantize_blocks(args, stream);
 }
 

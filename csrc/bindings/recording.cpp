@@ -121,7 +121,7 @@ class Recording {
           make(allocations_[slot - count], memory, slot);
       }
     };
-    SumsAtEnd sums(device_);
+    SumsAtEnd sums(adds_up_ ? device_ : Device{});
     for (size_t i = 0; i < calls_.size(); ++i) {
       make_for(i);
       calls_[i]->run(memory.bases, sums.usable() && at_end_[i] ? &sums : nullptr);
@@ -145,6 +145,7 @@ class Recording {
     for (size_t i = calls_.size(); i-- > 0;) {
       const std::vector<int> sums = calls_[i]->slots_of_sums();
       at_end_[i] = !sums.empty() && std::ranges::all_of(sums, can_wait);
+      adds_up_ = adds_up_ || at_end_[i];
       for (const int slot : calls_[i]->slots())
         if (slot >= 0) only_python[static_cast<size_t>(slot)] = false;
     }
@@ -176,6 +177,7 @@ class Recording {
 
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<bool> at_end_;                  // whether the sums of a call are added up at the end
+  bool adds_up_ = false;                      // whether those of any call are
   std::vector<std::vector<size_t>> made_;     // slots to make before each call, and after the last
   std::vector<std::vector<size_t>> dropped_;  // slots to drop after each call
   std::vector<TensorView> inputs_;

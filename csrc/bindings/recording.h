@@ -49,12 +49,6 @@ std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view);
 void run_definition(const std::vector<pybind11::object>& arguments);
 pybind11::object describe_memory(const TensorView& view);
 
-// An output of sums over rows: an argument that Python passes as a tensor or None.
-struct SumsOutput {
-  TensorView to;
-  SumsAtEnd* later = nullptr;  // of the recording that runs the op, if it adds up these sums
-};
-
 template <class T>
 inline constexpr bool kHoldsViews = std::is_same_v<T, std::vector<TensorView>>;
 template <size_t n>
@@ -231,19 +225,3 @@ inline constexpr auto recordable = &Recordable<op>::call;
 void bind_recording(pybind11::module_& m);
 
 }  // namespace te::bindings
-
-namespace pybind11::detail {
-
-template <>
-struct type_caster<te::bindings::SumsOutput> {
-  PYBIND11_TYPE_CASTER(te::bindings::SumsOutput, const_name("torch.Tensor | None"));
-
-  bool load(handle source, bool convert) {
-    type_caster<te::TensorView> tensor;
-    if (!tensor.load(source, convert)) return false;
-    value.to = tensor;
-    return true;
-  }
-};
-
-}  // namespace pybind11::detail

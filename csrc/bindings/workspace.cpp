@@ -60,11 +60,12 @@ TensorView gemm_workspace(Device device, Stream stream) {
   return buffer(Purpose::Gemm, device, stream, kGemmBytes);
 }
 
-ColumnSumWorkspace column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols,
-                                        SumsAtEnd* later) {
-  if (device.type == DeviceType::CPU) return {};
-  if (later != nullptr) return later->workspace(rows, cols);
-  return {buffer(Purpose::ColumnSum, device, stream, column_sum_workspace_bytes(rows, cols))};
+ColumnSumWorkspace column_sum_workspace(const SumsOutput& output, const TensorView& x,
+                                        Stream stream, int64_t count) {
+  if (!output.to || x.device.type == DeviceType::CPU) return {};
+  const int64_t rows = x.rows(), cols = count * x.cols();
+  if (output.later != nullptr) return output.later->workspace(rows, cols);
+  return {buffer(Purpose::ColumnSum, x.device, stream, column_sum_workspace_bytes(rows, cols))};
 }
 
 SumsAtEnd::SumsAtEnd(Device device) : device_(device) {

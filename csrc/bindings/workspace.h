@@ -10,6 +10,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/tensor_bridge.h"
 #include "core/tensor_view.h"
 #include "ops/column_sum.h"
 #include "ops/moments.h"
@@ -44,10 +45,16 @@ class SumsAtEnd {
   size_t seen_ = 0;  // number of sums that lie before free_
 };
 
-// Partial column sums of a [rows, cols] value; absent on the CPU, which needs none. `later` may be
-// null.
-ColumnSumWorkspace column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols,
-                                        SumsAtEnd* later);
+// An output of sums over rows: an argument that Python passes as a tensor or None.
+struct SumsOutput {
+  TensorView to;
+  SumsAtEnd* later = nullptr;  // of the recording that runs the op, if it adds up these sums
+};
+
+// Memory for partial sums of x over its rows, of this output and others that follow it, `count` in
+// all. Absent if the output is, and on the CPU, which needs none.
+ColumnSumWorkspace column_sum_workspace(const SumsOutput& output, const TensorView& x,
+                                        Stream stream, int64_t count = 1);
 
 // The workspace in which the blocks of a kernel merge moments; absent on the CPU. `rows` and `cols`
 // are the sizes of the value if an op takes moments beside its work, and 0 for the op `moments`.
@@ -92,3 +99,19 @@ TensorView amax_scratch(Device device, Stream stream, size_t number = 0);
 void bind_workspace(pybind11::module_& m);
 
 }  // namespace te::bindings
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<te::bindings::SumsOutput> {
+  PYBIND11_TYPE_CASTER(te::bindings::SumsOutput, const_name("torch.Tensor | None"));
+
+  bool load(handle source, bool convert) {
+    type_caster<te::TensorView> tensor;
+    if (!tensor.load(source, convert)) return false;
+    value.to = tensor;
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail
