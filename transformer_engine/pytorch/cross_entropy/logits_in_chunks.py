@@ -24,12 +24,7 @@ from transformer_engine.pytorch.cross_entropy.parallel import (
     sums_of,
 )
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.casts.operands import (
-    Fp8Matrix,
-    OperandRequest,
-    Operands,
-    Side,
-)
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operands, some_rows
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
@@ -91,10 +86,8 @@ def default_chunks(tokens: int, classes: int, dtype: torch.dtype, fp8: bool) -> 
     most = max(1, _GROUP_BYTES // classes)  # bytes of the columns of one class
     in_group, codes = (_CHUNKS_OF_GROUP, 2) if fp8 else (1, 0)
     groups = -(-tokens * (dtype.itemsize + codes * in_group) // (most * in_group)) or 1
-    chunks = 1
-    if fp8:
-        group = -(-tokens // groups)
-        chunks = min(in_group, max(1, -(-group * dtype.itemsize // max(1, most - codes * group))))
+    group = -(-tokens // groups)
+    chunks = min(in_group, max(1, -(-group * dtype.itemsize // max(1, most - codes * group))))
     chunk = -(-tokens // (groups * chunks * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
     return Chunks(chunk, chunk * chunks)
 
@@ -112,11 +105,11 @@ def run(
     for group in _parts(slice(0, tokens), problem.chunks.group):
         hidden, codes = products.hidden(group), products.codes(group)
         for chunk in _parts(group, problem.chunks.tokens):
-            logits = products.logits(_rows(hidden.rowwise, chunk, group))
+            first, end = chunk.start - group.start, chunk.stop - group.start
+            logits = products.logits(hidden, slice(first, end))
             sums = sums_of(logits, labels[chunk], rules)
             all_sums.append(sums)
             if any(wanted):
-                first = chunk.start - group.start
                 products.by_logits(chunk, logits, labels[chunk], log_sums(sums), codes, first)
                 by_logits = products.operands(logits, codes)
             del logits  # frees them before the next chunk allocates its own
@@ -131,15 +124,6 @@ def _parts(whole: slice, size: int) -> list[slice]:
     """Parts of this size, of which the last may be smaller; one part of nothing."""
     starts = range(whole.start, max(whole.stop, whole.start + 1), size)
     return [slice(start, min(start + size, whole.stop)) for start in starts]
-
-
-def _rows(side: Side | None, part: slice, whole: slice) -> Side:
-    """The rows of a part of the tokens, of an operand with the rows of all of them."""
-    rows = slice(part.start - whole.start, part.stop - whole.start)
-    if isinstance(side, Fp8Matrix):
-        return Fp8Matrix(side.codes[rows], side.scales, side.format)
-    assert side is not None
-    return side[rows]
 
 
 class _Products:
@@ -186,10 +170,12 @@ class _Products:
             like.new_empty((size, tokens), dtype=torch.uint8) if self.wanted[1] else None,
         )
 
-    def logits(self, hidden: Side) -> torch.Tensor:
-        """`[tokens, classes]`, in the dtype of hidden states."""
+    def logits(self, hidden: Operands, rows: slice) -> torch.Tensor:
+        """`[tokens, classes]` of some rows of a group, in the dtype of hidden states."""
+        assert hidden.rowwise is not None
         dtype, bias, fast = self.problem.hidden.dtype, self.problem.bias, self.problem.fp8
-        return fprop(hidden, self.weight.rowwise, bias, dtype, fast, _LAYER)
+        chunk = some_rows(hidden.rowwise, rows)
+        return fprop(chunk, self.weight.rowwise, bias, dtype, fast, _LAYER)
 
     def by_logits(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side, some_rows
 from transformer_engine.pytorch.parallel.collectives import LazyProduct, RankParts
 
 Multiply = Callable[[Side, "torch.Tensor | None"], torch.Tensor]
@@ -44,10 +44,8 @@ def product_by_rows(
     def compute(where: slice | None) -> None:
         if where is None:
             multiply(side, out)
-        elif isinstance(side, Fp8Matrix):
-            multiply(Fp8Matrix(side.codes[where], side.scales, side.format), out[where])
         else:
-            multiply(side[where], out[where])
+            multiply(some_rows(side, where), out[where])
 
     return LazyProduct(out, compute)
 

@@ -59,6 +59,13 @@ def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
     return Fp8Matrix(codes, scales, matrix.format)
 
 
+def some_rows(side: Side, rows: slice) -> Side:
+    """Some rows of a matrix; the scales of codes are those of the whole matrix."""
+    if isinstance(side, Fp8Matrix):
+        return Fp8Matrix(side.codes[rows], side.scales, side.format)
+    return side[rows]
+
+
 def scale_pair(scales: torch.Tensor) -> torch.Tensor:
     """fp32 `[2]` = {1/scale, scale}, from `scales` that may have only the first element."""
     scales = scales.reshape(-1)
