@@ -6,6 +6,7 @@ that stages save for the backward are saved by autograd, so that its hooks see t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,24 +53,24 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
     if plan.dropping:
         plan.drop_caches()
     if plan.requires_grad:
-        if plan.compiling or _torch_private.transforms_active():
-            result = _ChainNode.apply(plan, step, *inputs)
-            for stage, _ in plan.caching:
-                stage.detach_cache()
-            if plan.columns is not None:
-                plan.columns.record_amaxes(result[0] if len(plan.chain.outputs) > 1 else result)
-            return result
-        return _apply(plan, step, *inputs)
-    results = run_exported(plan, inputs) if plan.exporting else _unrecorded(plan, inputs)
+        if not (plan.compiling or _torch_private.transforms_active()):
+            return _apply(plan, step, *inputs)
+        results = _by_node(plan, step, inputs)
+    elif plan.exporting:
+        results = run_exported(plan, inputs)
+    else:
+        results = segments.forward(plan, inputs)[0]
+    if plan.compiling and plan.columns is not None:
+        plan.columns.record_amaxes(results[0])
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _unrecorded(plan: CallPlan, inputs: Any) -> Any:
-    """The results of a chain that autograd does not record."""
-    results = segments.forward(plan, inputs)[0]
-    if plan.compiling and plan.columns is not None:
-        plan.columns.record_amaxes(results[0])
-    return results
+def _by_node(plan: CallPlan, step: Step | None, inputs: Any) -> Sequence[Any]:
+    """The results of a chain that `_ChainNode` runs."""
+    results: Any = _ChainNode.apply(plan, step, *inputs)
+    for stage, _ in plan.caching:
+        stage.detach_cache()
+    return results if len(plan.chain.outputs) > 1 else (results,)
 
 
 class _ChainNode(torch.autograd.Function):
