@@ -12,6 +12,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.recipe_quantizers import FORWARD
 
+# On a GPU, attention of a frozen layer runs on cuDNN, which announces how it runs.
+pytestmark = pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
+
 RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: te.Linear(32, 32, device="cpu"),
