@@ -53,6 +53,7 @@ LAYERS = [
 # Layers that are also measured under tensor and sequence parallelism.
 SHARED = [layer for layer in LAYERS if layer[0] in ("h4096", "h8192") and "qkv" in layer[2]]
 RANKS = (2, 4)
+ENDS = ("proj", "fc2")  # the Linears at the end of a block, which may add a residual
 # m, n, k of GEMMs that belong to no layer; they run as fprop.
 SINGLE = [(8192, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048)]
 
@@ -61,7 +62,8 @@ SINGLE = [(8192, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048)]
 class Case:
     """A GEMM: D[m, n] = A B^T over k, of a kind: fprop, dgrad or wgrad.
 
-    `precision` is "bf16", "fp8" (a single scale for a matrix), or "fp8 blocks".
+    `precision` is "bf16", "fp8" (a single scale for a matrix), or "fp8 blocks". With `adds`, the
+    result is the sum of the product and a matrix.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Case:
     m: int
     n: int
     k: int
+    adds: bool = False
 
     @property
     def label(self) -> str:
@@ -77,7 +80,7 @@ class Case:
 
     @property
     def op(self) -> str:
-        return f"{self.precision} {self.kind}"
+        return f"{self.precision} {self.kind}{' plus residual' if self.adds else ''}"
 
     @property
     def flop(self) -> int:
@@ -103,6 +106,8 @@ def cases(precisions: Sequence[str] = ("fp8", "bf16")) -> Iterator[Case]:
             for linear, (outputs, inputs) in linears.items():
                 name = f"{layer} {linear}"
                 yield Case(name, "fprop", precision, tokens, outputs, inputs)
+                if linear in ENDS and precision != "fp8 blocks":
+                    yield Case(name, "fprop", precision, tokens, outputs, inputs, adds=True)
                 yield Case(name, "dgrad", precision, tokens, inputs, outputs)
                 yield Case(name, "wgrad", precision, outputs, inputs, tokens)
         for m, n, k in SINGLE:
@@ -144,13 +149,15 @@ def _prepare_fp8(case: Case) -> Calls:
     a = torch.randn(case.m, case.k, device="cuda").to(FP8_TYPES[a_format])
     b = torch.randn(case.n, case.k, device="cuda").to(FP8_TYPES[E4M3])
     a_codes, b_codes, b_columns = a.view(torch.uint8), b.view(torch.uint8), b.t()
-    bf16 = torch.bfloat16
+    bf16, added = torch.bfloat16, _addend(case)
+    of_scales = (scales, scales, a_format, E4M3)
 
     def ours() -> torch.Tensor:
-        return gemm(a_codes, b_codes, bf16, scales, scales, a_format, E4M3, fast_accumulation=fast)
+        return gemm(a_codes, b_codes, bf16, *of_scales, fast_accumulation=fast, addend=added)
 
     def torchs() -> torch.Tensor:
-        return torch._scaled_mm(a, b_columns, scale, scale, out_dtype=bf16, use_fast_accum=fast)
+        y = torch._scaled_mm(a, b_columns, scale, scale, out_dtype=bf16, use_fast_accum=fast)
+        return y if added is None else y + added
 
     return Calls(ours, torchs)
 
@@ -189,8 +196,17 @@ def _prepare_bf16(case: Case) -> Calls:
     b = torch.randn(b_shape, device="cuda", dtype=bf16)
     a_rows = a.t() if a_transposed else a
     b_columns = b if b_transposed else b.t()
+    added = _addend(case)
 
     def ours() -> torch.Tensor:
-        return gemm(a, b, bf16, a_transposed=a_transposed, b_transposed=b_transposed)
+        return gemm(a, b, bf16, None, None, -1, -1, a_transposed, b_transposed, addend=added)
 
+    if added is not None:
+        return Calls(ours, lambda: torch.addmm(added, a_rows, b_columns))
     return Calls(ours, lambda: torch.mm(a_rows, b_columns))
+
+
+def _addend(case: Case) -> torch.Tensor | None:
+    if not case.adds:
+        return None
+    return torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)

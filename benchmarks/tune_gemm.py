@@ -1,7 +1,7 @@
 """Searches cuBLASLt algorithms for GEMMs, and writes csrc/cuda/policy/gemm_table.inc.
 
     PYTHONPATH=. python benchmarks/tune_gemm.py [--out FILE] [--seconds PER_PRODUCT]
-        [--precision bf16 | fp8 | "fp8 blocks"]... [--layer h768 | TP2]...
+        [--precision bf16 | fp8 | "fp8 blocks"]... [--layer h768 | TP2]... [--adding]
 
 For each GEMM of gemm_cases.py, the search times the algorithms of cuBLASLt's heuristic, then climbs
 from the best one through similar algorithms until the time is up. The fastest correct algorithms
@@ -191,6 +191,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=TABLE, help="the table to write")
     parser.add_argument("--precision", action="append", help="which products; default: all")
     parser.add_argument("--layer", action="append", help="of gemm_cases.py; default: all")
+    parser.add_argument("--adding", action="store_true", help="only GEMMs that add a residual")
     parser.add_argument("--seconds", type=float, default=2.0, help="search time of one product")
     options = parser.parse_args()
     require_gpu()
@@ -199,6 +200,7 @@ if __name__ == "__main__":
     chosen = [
         case
         for case in cases(options.precision or ("fp8", "fp8 blocks", "bf16"))
-        if options.layer is None or set(case.name.split()) & set(options.layer)
+        if (options.layer is None or set(case.name.split()) & set(options.layer))
+        and (case.adds or not options.adding)
     ]
     tune_all(chosen, options.seconds, options.out)

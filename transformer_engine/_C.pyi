@@ -237,8 +237,8 @@ def gemm(
     b_format: int,
     a_transposed: bool,
     b_transposed: bool,
-    accumulate: bool,
     fast_accumulation: bool,
+    addend: Tensor | None,
     bias: Tensor | None,
     allow_tf32: bool,
 ) -> bool: ...

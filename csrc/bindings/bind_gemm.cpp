@@ -37,13 +37,13 @@ GemmOperand operand(const TensorView& data, const TensorView& scales, int format
 
 bool gemm_into(const TensorView& d, const TensorView& a, const TensorView& b,
                const TensorView& a_scales, const TensorView& b_scales, int a_format, int b_format,
-               bool a_transposed, bool b_transposed, bool accumulate, bool fast_accumulation,
-               const TensorView& bias, bool allow_tf32) {
+               bool a_transposed, bool b_transposed, bool fast_accumulation,
+               const TensorView& addend, const TensorView& bias, bool allow_tf32) {
   return run({.a = operand(a, a_scales, a_format, a_transposed),
               .b = operand(b, b_scales, b_format, b_transposed),
               .d = d,
-              .accumulate = accumulate,
               .fast_accumulation = fast_accumulation,
+              .addend = addend,
               .bias = bias,
               .workspace = {},
               .allow_tf32 = allow_tf32});
@@ -56,7 +56,7 @@ void bind_gemm(pybind11::module_& m) {
   using pybind11::none;
   m.def("gemm", recordable<&gemm_into>, arg("d"), arg("a"), arg("b"), arg("a_scales"),
         arg("b_scales"), arg("a_format"), arg("b_format"), arg("a_transposed"), arg("b_transposed"),
-        arg("accumulate"), arg("fast_accumulation"), arg("bias"), arg("allow_tf32"));
+        arg("fast_accumulation"), arg("addend"), arg("bias"), arg("allow_tf32"));
   m.def("gemm_plan_count", &cuda::gemm_plan_count);
   m.def("gemm_problem", &cuda::gemm_problem);
   m.def("gemm_algorithm", &cuda::gemm_algorithm);

@@ -122,8 +122,9 @@ std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
   out << '{' << p.m << ", " << p.n << ", " << p.k << ", " << enumerator(p.a) << ", "
       << enumerator(p.b) << ", " << enumerator(p.d) << ", " << word(p.a_transposed) << ", "
       << word(p.b_transposed) << ", " << word(p.fast_accumulation);
-  if (p.a_blocks != ScaleBlocks::Whole)
+  if (p.a_blocks != ScaleBlocks::Whole || p.adds)
     out << ", " << enumerator(p.a_blocks) << ", " << enumerator(p.b_blocks);
+  if (p.adds) out << ", true";
   return out << '}';
 }
 

@@ -18,7 +18,8 @@
 namespace te::cuda {
 
 // Prints as a row of the table: `{8192, 4096, 4096, DType::BFloat16, ..., false}`, followed by the
-// scale blocks of both operands if they have any.
+// scale blocks of both operands, and `true` if a matrix is added, if one of these is not the
+// default.
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 
 // What the functions below need of a plan.

@@ -28,7 +28,8 @@ GemmProblem problem_of(const GemmArgs& args) {
           .b_transposed = args.b.transposed,
           .fast_accumulation = args.fast_accumulation && is_fp8(a.dtype),
           .a_blocks = args.a.blocks,
-          .b_blocks = args.b.blocks};
+          .b_blocks = args.b.blocks,
+          .adds = args.addend && args.addend.data != args.d.data};
 }
 
 cublasComputeType_t compute_type(const GemmKey& key) {
@@ -68,7 +69,7 @@ GemmKey::GemmKey(const GemmArgs& args)
       allow_tf32(args.allow_tf32),
       device(args.a.data.device.index),
       alignment{alignment_of({args.a.data.data, args.b.data.data}),
-                alignment_of({args.d.data, args.bias.data})},
+                alignment_of({args.d.data, args.addend.data, args.bias.data})},
       workspace_bytes(args.workspace.bytes()) {}
 
 size_t GemmKeyHash::operator()(const GemmKey& key) const {
@@ -76,7 +77,7 @@ size_t GemmKeyHash::operator()(const GemmKey& key) const {
   uint64_t flags = 0;
   for (const DType part : {p.a, p.b, p.d}) flags = flags << 4 | static_cast<uint64_t>(part);
   for (const bool part :
-       {p.a_transposed, p.b_transposed, p.fast_accumulation, key.has_bias, key.allow_tf32})
+       {p.a_transposed, p.b_transposed, p.fast_accumulation, p.adds, key.has_bias, key.allow_tf32})
     flags = flags << 1 | static_cast<uint64_t>(part);
   for (const ScaleBlocks part : {p.a_blocks, p.b_blocks})
     flags = flags << 2 | static_cast<uint64_t>(part);
@@ -96,9 +97,10 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
       << (p.b_transposed ? " (transposed)" : "") << " into " << p.d;
   if (p.a_blocks != ScaleBlocks::Whole)
     out << ", with scales of " << p.a_blocks << " and " << p.b_blocks;
+  if (p.adds) out << ", plus a matrix";
   if (key.has_bias) out << ", with bias";
   return out << "; m = " << p.m << ", n = " << p.n << ", k = " << p.k << ", operands aligned to "
-             << key.alignment.operand_bytes << " bytes, the result and the bias to "
+             << key.alignment.operand_bytes << " bytes, the result, the addend and the bias to "
              << key.alignment.result_bytes;
 }
 
@@ -175,11 +177,11 @@ bool GemmPlan::run(const GemmArgs& args, Stream stream) {
   constexpr float kOne = 1.0f;
   constexpr float kZero = 0.0f;
   set_pointers(args);
-  void* d = args.d.data;
+  const void* c = args.addend ? args.addend.data : args.d.data;
   const cublasStatus_t status = cublaslt().matmul(
       handle_, desc_.get(), &kOne, args.b.data.data, a_.get(), args.a.data.data, b_.get(),
-      args.accumulate ? &kOne : &kZero, d, d_.get(), d, d_.get(), &*algorithm_, args.workspace.data,
-      static_cast<size_t>(key_.workspace_bytes), stream_of(stream));
+      args.addend ? &kOne : &kZero, c, d_.get(), args.d.data, d_.get(), &*algorithm_,
+      args.workspace.data, static_cast<size_t>(key_.workspace_bytes), stream_of(stream));
   // For FP8 operands that are not aligned, cuBLASLt also offers algorithms that it then refuses.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED && is_fp8(key_.problem.a)) return false;
   check(status, kOp, "cublasLtMatmul");

@@ -93,6 +93,17 @@ void check_result(const GemmArgs& args, const Sizes& sizes) {
           args.d.dtype);
 }
 
+void check_addend(const GemmArgs& args) {
+  if (!args.addend) return;
+  const TensorView& d = args.d;
+  check::contiguous(args.addend, kOp, "the addend");
+  check::dtype(args.addend, d.dtype, kOp, "the addend");
+  check::same_device(args.addend, d, kOp, "the addend");
+  require(args.addend.rows() == d.rows() && args.addend.cols() == d.cols(), Kind::Value, kOp,
+          "expected the addend of ", d.rows(), " x ", d.cols(), " elements, got shape ",
+          ShapeOf{args.addend});
+}
+
 void check_bias(const GemmArgs& args, const Sizes& sizes) {
   if (!args.bias) return;
   const TensorView& a = args.a.data;
@@ -114,6 +125,7 @@ DType gemm_bias_dtype(DType operands, DType result) {
 bool gemm(const GemmArgs& args, Stream stream) {
   const Sizes sizes = check_operands(args);
   check_result(args, sizes);
+  check_addend(args);
   check_bias(args, sizes);
   if (args.a.data.device.type == DeviceType::CPU || sizes.k == 0 || is_small(args, sizes))
     return false;

@@ -1,4 +1,4 @@
-// gemm: D = A * B^T, plus D or a bias, for row-major matrices.
+// gemm: D = A * B^T, plus a matrix and a bias, for row-major matrices.
 //   D is [m, n]. A is [m, k], B is [n, k]; a `transposed` operand is stored as [k, m] or [k, n].
 //   fprop  y[M,N]  = x[M,K]  . w[N,K]^T              neither transposed
 //   dgrad  dx[M,K] = dy[M,N] . w[N,K]                B transposed
@@ -11,8 +11,8 @@
 // them), and the sum is that of dequantised elements. These operands are E4M3, and fast
 // accumulation is not available.
 //
-// D is (1/scale_a)(1/scale_b) * sum over k, in fp32, plus D with `accumulate`, plus bias[n] in each
-// row; it is rounded once.
+// D is (1/scale_a)(1/scale_b) * sum over k, in fp32, plus the addend, plus bias[n] in each row; it
+// is rounded once.
 #pragma once
 
 #include "core/scale_blocks.h"
@@ -29,9 +29,9 @@ struct GemmOperand {
 
 struct GemmArgs {
   GemmOperand a, b;
-  TensorView d;  // [m, n]: fp32, fp16 or bf16
-  bool accumulate = false;
+  TensorView d;                    // [m, n]: fp32, fp16 or bf16
   bool fast_accumulation = false;  // FP8: accumulate in the tensor cores' lower precision (fprop)
+  TensorView addend;               // [m, n], of the dtype of D; may be D itself
   TensorView bias;                 // [n], of gemm_bias_dtype()
   TensorView workspace;            // CUDA: uint8, 32 MiB
   bool allow_tf32 = true;          // fp32 operands on the tensor cores

@@ -21,6 +21,7 @@ struct GemmProblem {
   bool a_transposed = false, b_transposed = false;
   bool fast_accumulation = false;
   ScaleBlocks a_blocks = ScaleBlocks::Whole, b_blocks = ScaleBlocks::Whole;
+  bool adds = false;  // a matrix that is not D itself
 
   auto operator<=>(const GemmProblem&) const = default;
 };

@@ -83,6 +83,18 @@ def test_into(device, kind, out, accumulate):
     assert_close(d, expected, inside)
 
 
+@pytest.mark.parametrize(("kind", "out"), KINDS, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_addend(device, kind, out, with_bias):
+    a, b = both((48, 32, 64), kind, device)
+    addend = torch.randn(48, 32).to(out)
+    bias = torch.randn(32).bfloat16() if with_bias else torch.zeros(32)
+    more = {"addend": addend.to(device), "bias": bias.to(device) if with_bias else None}
+    d = gemm(a.data, b.data, out, **ref.arguments(a, b), **more)
+    assert_close(d, product(a, b) + addend.double() + bias.double(), slack(a, b, device))
+    assert_bitwise(more["addend"].cpu(), addend)
+
+
 @pytest.mark.sanitize
 def test_leading_axes(device):
     x = torch.randn(3, 4, 32).bfloat16()
@@ -187,6 +199,8 @@ def bad_calls():
         "one operand in float8_e5m2",
     )
     yield (x, w), {"bias": torch.zeros(23)}, ValueError, "24 elements for bias"
+    yield (x, w), {"addend": bf16(8, 23)}, ValueError, r"addend of 8 x 24 elements, got .*8, 23"
+    yield (x, w), {"addend": torch.zeros(8, 24)}, TypeError, "bfloat16 for the addend"
 
 
 @pytest.mark.parametrize(("tensors", "options", "error", "message"), list(bad_calls()))

@@ -61,7 +61,7 @@ ONE, PAIR, SEED = torch.ones(1), torch.ones(2), torch.tensor([12345])
 FP8_OUTPUT = (fp8.E4M3, ONE, None, True, True)
 FP8_PAIR, PLAIN_PAIR = (PAIR, PAIR, fp8.E4M3, fp8.E4M3), (None, None, -1, -1)
 SCALING, UNSEEN, NUMBERS = (False, False, 0.0), (None, None), (0.5, 1.0, 0.0)
-PRODUCT, INTO = (False, False, False, None, True), (False, False, True, False, None, True)
+PRODUCT, INTO = (False, False, False, None, True, None), (False, False, True, False, None, True)
 BLOCKS = block_layout(1).code(fp8.E4M3)
 CASES: dict[str, Callable[[], Arguments]] = {
     "activation_backward": lambda: (

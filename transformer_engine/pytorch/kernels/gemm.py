@@ -58,10 +58,11 @@ def gemm(
     fast_accumulation: bool = False,
     bias: torch.Tensor | None = None,
     allow_tf32: bool | None = None,
+    addend: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> torch.Tensor:
-    """`d = a b^T + bias` in a fresh tensor.
+    """`d = a b^T + addend + bias` in a fresh tensor.
 
     It is `[..., n]` with the leading sizes of `a`; `[m, n]` where `a_transposed`.
 
@@ -81,6 +82,7 @@ def gemm(
             fp16, else bf16).
         allow_tf32: multiply fp32 operands on the tensor cores, in TF32; None is what
             `torch.backends.cuda.matmul` says.
+        addend: a matrix of the sizes and the dtype of the result; it is added before rounding.
     """
     n = b.shape[-1 if b_transposed else 0]
     sizes = a.shape
@@ -93,7 +95,7 @@ def gemm(
         bias = bias_for(dtype, bias, a_format)
     if launch:
         sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
-        _multiply(d, sides, False, fast_accumulation, bias, allow_tf32)
+        _multiply(d, sides, fast_accumulation, addend, bias, allow_tf32)
     return d
 
 
@@ -123,21 +125,21 @@ def gemm_into(
         bias = bias_for(d.dtype, bias, a_format)
     if launch:
         sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
-        _multiply(d, sides, accumulate, fast_accumulation, bias, allow_tf32)
+        _multiply(d, sides, fast_accumulation, d if accumulate else None, bias, allow_tf32)
 
 
 def _multiply(
     d: torch.Tensor,
     sides: Any,
-    accumulate: bool,
     fast_accumulation: bool,
+    addend: torch.Tensor | None,
     bias: torch.Tensor | None,
     allow_tf32: bool | None,
 ) -> None:
     """The product of two sides: by cuBLASLt, or by `_define` if `_C` leaves it to torch."""
     if allow_tf32 is None:
         allow_tf32 = sides[0].dtype is not torch.float32 or allows_tf32()
-    arguments: Any = (d, *sides, accumulate, fast_accumulation, bias, allow_tf32)
+    arguments: Any = (d, *sides, fast_accumulation, addend, bias, allow_tf32)
     if not _C.gemm(*arguments):
         _define(*arguments)
 
@@ -159,8 +161,8 @@ def _define(
     b_format: int,
     a_transposed: bool,
     b_transposed: bool,
-    accumulate: bool,
     fast_accumulation: bool,
+    addend: torch.Tensor | None,
     bias: torch.Tensor | None,
     allow_tf32: bool,
 ) -> None:
@@ -170,14 +172,15 @@ def _define(
         # cuBLASLt refuses a bias of FP8 products that is not aligned, as in an optimizer's buffer.
         if bias is not None and bias.data_ptr() % _BIAS_ALIGNMENT:
             sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
-            if _C.gemm(d, *sides, accumulate, fast_accumulation, bias.clone(), allow_tf32):
+            if _C.gemm(d, *sides, fast_accumulation, addend, bias.clone(), allow_tf32):
                 return
         sizes = d.shape[:-1].numel(), b.shape[0], b.shape[-1]
         _announce_replacement(d.device.index, sizes, layout_of(a_format))
     with without_autocast(d.device.type):
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
-        if accumulate:
-            value = value + d.view(value.shape)  # a selective checkpoint may have saved `value`
+        if addend is not None:
+            # Not in place: a selective checkpoint may have saved `value`.
+            value = value + addend.view(value.shape)
         if bias is not None:
             value = value + bias
         d.copy_(value.view(d.shape))
