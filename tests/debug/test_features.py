@@ -7,6 +7,7 @@ import pytest
 import torch
 from debug_session import debugging, section
 from fake_manager import session
+from fused_layers import build as transformer_layer
 from hook_cases import MODULES, build, train
 from precisions import RECIPES, scope
 from rulers import assert_equal
@@ -140,6 +141,18 @@ def test_fake_quant_of_results(device: str) -> None:
     with session(("layer", FakeQuant(), {**E4M3, "tensors": ["output", "dgrad", "wgrad"]})):
         actual = train(build("linear", device), None, steps=1)
     assert_equal(actual, [quantized(y), quantized(dx), quantized(dw), db])
+
+
+def test_fake_quant_of_an_output_to_which_a_residual_is_added(device: str) -> None:
+    layer, found = transformer_layer(device), []
+    x = torch.randn(2, 16, 64, device=device, dtype=torch.bfloat16)
+    handle = layer.layernorm_mlp.register_forward_hook(lambda *args: found.extend(args[-1]))
+    layer(x)
+    handle.remove()
+    branch, residual = found
+    with session(("layer.layernorm_mlp.fc2", FakeQuant(), {**E4M3, "tensors": ["output"]})):
+        y = layer(x)
+    assert_equal([y], [(residual.float() + quantized(branch).float()).bfloat16()])
 
 
 @pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])

@@ -1,5 +1,7 @@
 """Kinds of layers that may run as one chain, and a count of chains in autograd's graph."""
 
+from contextlib import contextmanager
+
 import torch
 from precisions import scope
 
@@ -85,6 +87,17 @@ def nodes(y):
 
 def is_fused(y):
     return nodes(y) == 1
+
+
+@contextmanager
+def observed(*modules):
+    """Hooks on modules: their results are rounded before the residual is added."""
+    handles = [module.register_forward_hook(lambda *_: None) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def results(layer, recipe, device, steps=3, make_batch=batch, **call):

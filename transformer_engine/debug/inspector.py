@@ -225,7 +225,7 @@ class Inspector:
             if modifies:
                 gemms.pads = True  # features may return FP8 operands
             quantizers.append(gemms)
-        return module.chain.prepare(call.with_quantizers(quantizers))
+        return call.chain.prepare(call.with_quantizers(quantizers))
 
     def _calls(
         self,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fused_layers import batch, build, is_fused
+from fused_layers import batch, build, is_fused, observed
 from precisions import scope
 from rulers import assert_bitwise
 from sizes import as_large_inputs
@@ -41,8 +41,9 @@ def run(layer, device, x=None):
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_forward_that_was_replaced_on_the_class(device, size, name, monkeypatch):
     layer, kind, seen = build(device), CLASSES[name], []
-    expected = layer(batch(device))
-    assert is_fused(expected) == (size == "small")
+    assert is_fused(layer(batch(device))) == (size == "small")
+    with observed(*[m for m in layer.modules() if type(m) is kind]):
+        expected = layer(batch(device))
     forward = kind.forward
 
     def replaced(self, *args, **kwargs):
@@ -57,8 +58,10 @@ def test_a_forward_that_was_replaced_on_the_class(device, size, name, monkeypatc
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_forward_that_was_replaced_on_the_object(device, size, name):
     layer, seen = build(device), []
-    expected = layer(batch(device))
     (module,) = [m for m in layer.modules() if type(m) is CLASSES[name]]
+    layer(batch(device))
+    with observed(module):
+        expected = layer(batch(device))
     forward = module.forward
     module.forward = lambda *args, **kwargs: seen.append(1) or forward(*args, **kwargs)
     assert_bitwise(run(layer, device), expected)
@@ -114,7 +117,8 @@ def test_a_subclass(device, size):
     with torch.no_grad():
         for p in layer.self_attention.proj.parameters():
             p.mul_(2)
-    expected = layer(batch(device))
+    with observed(layer.self_attention.proj):
+        expected = layer(batch(device))
     layer.self_attention.proj = mine
     assert_bitwise(run(layer, device), expected)
 
@@ -155,7 +159,8 @@ def test_parametrisations(device, size):
     with torch.no_grad():
         halved = build(device)
         halved.self_attention.proj.weight.div_(2)
-    expected = halved(batch(device))
+    with observed(halved.self_attention.proj):
+        expected = halved(batch(device))
     parametrize.register_parametrization(layer.self_attention.proj, "weight", Halved())
     layer.zero_grad()
     assert_bitwise(run(layer, device), expected)
@@ -239,7 +244,8 @@ def one_rank():
 def test_fully_shard_sees_every_part(one_rank):
     """Each part runs as a node of its own, so its gradients are sent while the backward runs."""
     layer = build()
-    expected = run(layer, "cpu")
+    with observed(layer.self_attention, layer.layernorm_mlp):
+        expected = run(layer, "cpu")
     layer.zero_grad()
     for part in (layer.self_attention, layer.layernorm_mlp, layer):
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))

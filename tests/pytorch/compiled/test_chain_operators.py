@@ -17,6 +17,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain import compiled
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE
+from transformer_engine.pytorch.module.plans import plan_of_operator
 
 HIDDEN = 32
 
@@ -57,7 +58,7 @@ def test_layers_on_other_devices_have_operators_of_their_own() -> None:
     layer = te.LayerNormMLP(HIDDEN, 64, device="cpu")
     facts = (OUTSIDE, torch.float32, (True,) * 7)
     devices = [torch.device("cuda", index) for index in (0, 0, 1)]
-    plans = [layer._plan_of_operator(*facts, device, ()) for device in devices]
+    plans = [plan_of_operator(layer, layer.chain, *facts, device, ()) for device in devices]
     first, same, other = [plan.operator for plan in plans]
     assert first == same != other
 

@@ -15,7 +15,7 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
-from transformer_engine.pytorch.layers.residual import Residual
+from transformer_engine.pytorch.module.residual import Residual
 
 Call = Callable[..., Any]
 ALL_RECIPES = {**RECIPES, "attention": DelayedScaling(amax_history_len=4, fp8_dpa=True)}

@@ -5,7 +5,7 @@ import torch
 from cases.dropout_add import threshold
 
 from transformer_engine.pytorch.layers.drop_path import DropPath
-from transformer_engine.pytorch.layers.residual import Residual
+from transformer_engine.pytorch.module.residual import Residual
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

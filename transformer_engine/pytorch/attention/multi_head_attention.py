@@ -10,7 +10,12 @@ import torch
 from transformer_engine.pytorch.attention.cache.generation import check_cross
 from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads, layout_of_heads
-from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norms
+from transformer_engine.pytorch.attention.core.query_key import (
+    RotaryAngles,
+    Rotation,
+    head_norms,
+    normalized_heads,
+)
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.stage import is_recorded_on
@@ -23,10 +28,11 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments
 from transformer_engine.pytorch.module.parameters import InitMethod, default_device
+from transformer_engine.pytorch.module.residual import call_adding
 
 _CORE = (  # keywords that `forward` passes on to `DotProductAttention`
     *("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal"),
-    *("pad_between_seqs", "num_splits", "fp8_output"),
+    *("pad_between_seqs", "num_splits", "fp8_output", "adds"),
 )
 
 
@@ -372,11 +378,11 @@ class MultiheadAttention(FlowModule):
         Args:
             flow: runs the parts of the layer, or lists their stages.
             values: hidden states, and in cross attention the encoder output.
-            arguments: arguments of `forward` that differ from their defaults.
+            arguments: those of `forward` that differ from defaults; for `adds` see `call_adding`.
         """
         flow.admit(is_recorded_on)
         core = dict(arguments)
-        microbatch = core.pop("is_first_microbatch", None)
+        microbatch, adds = core.pop("is_first_microbatch", None), core.pop("adds", False)
         mask, angles = core.pop("attention_mask", None), core.pop("rotary_pos_emb", None)
         modules: dict[str, Any] = self._modules  # `self.q_norm` would cost a microsecond
         rotary = self._rotation.arguments(angles, core)
@@ -387,12 +393,14 @@ class MultiheadAttention(FlowModule):
         early = early and self._rotation.of_projection.takes(rotary)
         query, key, value, *tap = self._project(flow, values, microbatch, rotary if early else ())
         if self.qk_norm_before_rope:
-            query, key = self._normalize(flow, modules, query, key)
+            query, key = normalized_heads(flow, modules, query, key)
         if rotary and not early:
             query, key = flow.run(self._rotation, query, key, *rotary)
         if not self.qk_norm_before_rope:
-            query, key = self._normalize(flow, modules, query, key)
+            query, key = normalized_heads(flow, modules, query, key)
         context = flow.call(modules["core_attention"], query, key, value, mask, **core)
+        if adds:
+            return call_adding(flow, modules["proj"], (*tap, values[0])[0], context, microbatch)
         out = flow.call(modules["proj"], context, microbatch)
         if not tap:
             return out
@@ -415,10 +423,3 @@ class MultiheadAttention(FlowModule):
         query = flow.run(self._split_query, out)
         key_value = flow.call(modules["key_value"], values[1], microbatch)
         return (query, *flow.run(self._split_kv, key_value), *tap)
-
-    def _normalize(
-        self, flow: Flow, modules: dict[str, Any], query: Any, key: Any
-    ) -> tuple[Any, Any]:
-        if modules.get("q_norm") is None or modules.get("k_norm") is None:
-            return query, key
-        return flow.call(modules["q_norm"], query), flow.call(modules["k_norm"], key)

@@ -134,7 +134,11 @@ class Chain:
         parts: `(start, stop)` of each range of steps that are planned together.
         communicates: some of its stages are collectives.
         takes_strides: all of its stages read tensors of any strides.
+        adding: the chain of the same stages whose last one, a `Matmul`, also adds a residual; None
+            if there is none.
     """
+
+    adding: Chain | None = None
 
     def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
         self.inputs = built.inputs
@@ -174,6 +178,24 @@ class Chain:
             value, *results = built.add(stage, value)
             further += results
         return built.chain(value, *further)
+
+    @classmethod
+    def able_to_add(cls, *stages: Stage) -> Chain:
+        """`Chain.of` these stages, with `adding` if the last one is a `Matmul`.
+
+        The residual of `adding` is the second result of the first stage. If that has only one
+        result, the residual is the second value that comes in.
+        """
+        chain = cls.of(*stages)
+        if stages[-1].multiplies:
+            tapped = len(stages[0].results) > 1
+            built = ChainBuilder("input") if tapped else ChainBuilder("input", "residual")
+            value, residual = 0, 1
+            for stage in stages[:-1]:
+                value, *others = built.add(stage, value)
+                residual = (*others, residual)[0]
+            chain.adding = built.chain(*built.add(stages[-1], value, residual))
+        return chain
 
     def _linked(self, steps: Sequence[ChainStep]) -> Iterable[ChainStep]:
         readers: dict[int, list[int]] = {value: [] for value in range(len(self.names))}
@@ -222,10 +244,14 @@ class Chain:
         for stage in self.stages:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
+        if self.adding is not None:
+            self.adding.rename(layer)
 
     def take_over(self, before: Chain) -> None:
         """Take cached weights and delayed gradients from the module's previous chain."""
         self.layer = before.layer
+        if self.adding is not None:
+            self.adding.layer = before.layer
         for own, other in zip(self.matmuls, before.matmuls, strict=True):
             vars(own).update({name: getattr(other, name) for name in own.lasting})
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from transformer_engine.pytorch import _torch_private
+from transformer_engine.pytorch.chain.part import AddingPart
 from transformer_engine.pytorch.parallel.construction import Remakable
 
 Arguments = Sequence[dict[str, Any]]
@@ -60,6 +63,20 @@ class Flow:
         """Call a module with values and further arguments."""
         return module(*arguments, **keywords)
 
+    def adds(self, module: Any) -> bool:
+        """Whether `call_adding` of this module is possible: nobody observes what it returns."""
+        if type(module) not in _FORWARDS or is_observed(module):
+            return False
+        if not torch.compiler.is_compiling() and _torch_private.has_global_module_hooks():
+            return False
+        return _can_add(module)
+
+    def call_adding(self, module: Any, residual: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call a module whose last GEMM also adds a residual, see `module.residual`."""
+        if isinstance(module, FlowModule):
+            return module.forward(*arguments, adds=True, **keywords)
+        return module.call_adding(residual, *arguments, **keywords)
+
     def run(self, part: Any, *arguments: Any) -> Any:
         """Run a `Part` with values and further arguments."""
         return part(*arguments)
@@ -98,6 +115,25 @@ class ListingFlow(Flow):
 
     def call(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
         """Add the chain of a module, or the parts that a layer runs."""
+        self._note(module)
+        if isinstance(module, FlowModule):
+            return module.flow_of_call(self, *arguments, **keywords)
+        return self._add(module, arguments, keywords)
+
+    def adds(self, module: Any) -> bool:
+        """See `Flow.adds`. The flow is used only if nobody observes any of its modules."""
+        return type(module) not in _FORWARDS or _can_add(module)
+
+    def call_adding(self, module: Any, residual: Any, *arguments: Any, **keywords: Any) -> Any:
+        """See `Flow.call_adding`."""
+        self._note(module)
+        if isinstance(module, FlowModule):
+            return module.flow_of_call(self, *arguments, adds=True, **keywords)
+        values = arguments[:1] if residual is None else (arguments[0], residual)
+        return self._add(AddingPart(module), (*values, *arguments[1:]), keywords)
+
+    def _note(self, module: Any) -> None:
+        """Note a module of the layer; raise `NotOneChain` if it must be called."""
         if type(module) not in _FORWARDS:
             raise NotOneChain
         self.modules.append(module)
@@ -105,9 +141,6 @@ class ListingFlow(Flow):
         # because the attribute may be absent.
         if module.__dict__.get("return_bias"):
             raise NotOneChain
-        if isinstance(module, FlowModule):
-            return module.flow_of_call(self, *arguments, **keywords)
-        return self._add(module, arguments, keywords)
 
     def run(self, part: Any, *arguments: Any) -> Any:
         """Add the chain of a part."""
@@ -155,3 +188,7 @@ def is_observed(module: Any) -> bool:
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
     )
+
+
+def _can_add(module: Any) -> bool:
+    return isinstance(module, FlowModule) or module.chain.adding is not None

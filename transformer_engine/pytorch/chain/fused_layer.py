@@ -16,7 +16,7 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
 from transformer_engine.pytorch.chain.flow import Arguments, ListingFlow, NotOneChain, is_observed
 from transformer_engine.pytorch.chain.node import call_chain
-from transformer_engine.pytorch.chain.part import Incoming, Planned
+from transformer_engine.pytorch.chain.part import AddingPart, Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan, joined_plan
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -185,7 +185,8 @@ def backward_end_of(parts: Sequence[Any]) -> Step | None:
     if not autocast_stack().step.first_pending:
         return None
     for part in parts:
-        if isinstance(part, ScaledModule) and (step := part.take_backward_end()) is not None:
+        module = part.module if isinstance(part, AddingPart) else part
+        if isinstance(module, ScaledModule) and (step := module.take_backward_end()) is not None:
             return step
     return None
 

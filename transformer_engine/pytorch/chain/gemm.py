@@ -71,11 +71,16 @@ def fprop(
     fast_accumulation: bool,
     layer: str,
     out: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`, or in `out`."""
+    """`y[M, N] = x[M, K] . weight[N, K]^T + addend[M, N] + bias[N]`, in `dtype`.
+
+    Without an addend the product may be written to `out`.
+    """
     name = _TRACED if torch.compiler.is_compiling() else layer
     _count(name, "fprop", x, weight)
-    return _product((x, weight), dtype, (False, False), fast_accumulation, out, bias=bias)
+    sides, layout = (x, weight), (False, False)
+    return _product(sides, dtype, layout, fast_accumulation, out, bias=bias, addend=addend)
 
 
 def dgrad(
@@ -100,6 +105,7 @@ def _product(
     out: torch.Tensor | None,
     accumulate: bool = False,
     bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (a, a_scales, a_format), (b, b_scales, b_format) = _unpack(sides[0]), _unpack(sides[1])
     if out is not None:
@@ -107,7 +113,7 @@ def _product(
         kernel.gemm_into(out, *operands, accumulate, fast_accumulation, bias=bias)
         return out
     of_sides = (a_scales, b_scales, a_format, b_format, *transposed)
-    return kernel.gemm(a, b, dtype or a.dtype, *of_sides, fast_accumulation, bias)
+    return kernel.gemm(a, b, dtype or a.dtype, *of_sides, fast_accumulation, bias, None, addend)
 
 
 class WgradTarget(NamedTuple):

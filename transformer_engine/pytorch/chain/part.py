@@ -50,6 +50,24 @@ def incoming(*values: torch.Tensor | None) -> Incoming:
     return Incoming(likes, tuple([x is not None and x.requires_grad for x in values]), True)
 
 
+class AddingPart:
+    """Calls of a module that add a residual, see `Flow.call_adding`, as a part of a chain."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that adds."""
+        return self.module.chain.adding
+
+    def plan_call(
+        self, values: Incoming, is_first_microbatch: bool | None = None
+    ) -> Planned | None:
+        """See `TransformerEngineBaseModule`."""
+        return self.module.plan_call(values, is_first_microbatch, adds=True)
+
+
 class Part:
     """Runs a chain on values, like a module, but without hooks, name or parameters of its own.
 

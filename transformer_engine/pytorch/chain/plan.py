@@ -167,9 +167,9 @@ class CallPlan:
         return own
 
 
-def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
-    """`CallPlan.needs` of a chain with one input, for a call that autograd records."""
-    return (input_needs, *[p is not None and p.requires_grad for p in parameters])
+def needs_of(inputs: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
+    """`CallPlan.needs` of a call that autograd records: for its values and parameters."""
+    return tuple([x is not None and x.requires_grad for x in inputs])
 
 
 def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) -> CallPlan:

@@ -15,7 +15,8 @@ part if one of these conditions holds:
         is returned, in compiled code calibration of FP8 attention.
 
 Compiled code has one operator for such a layer (`compiled_layer.py`). With a large input, it traces
-the operator stage by stage. Both ways give the same results, bit for bit.
+the operator stage by stage. Both ways give the same results, bit for bit, except that a module
+which somebody observes rounds its result before a residual is added (`module/residual.py`).
 """
 
 from __future__ import annotations

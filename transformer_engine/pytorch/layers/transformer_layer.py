@@ -31,7 +31,6 @@ from transformer_engine.pytorch.layers.checks import (
 )
 from transformer_engine.pytorch.layers.decoder import arguments_of_decoder
 from transformer_engine.pytorch.layers.drop_path import DropPath
-from transformer_engine.pytorch.layers.residual import Residual
 from transformer_engine.pytorch.layers.settings import LayerSettings
 from transformer_engine.pytorch.module.arguments import check_keywords
 from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
@@ -40,6 +39,7 @@ from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments
 from transformer_engine.pytorch.module.parameters import InitMethod
+from transformer_engine.pytorch.module.residual import RESIDUAL, Residual, call_adding
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 
@@ -248,7 +248,7 @@ class TransformerLayer(LayerSettings, FlowModule):
             name=f"{self.name}.layernorm_mlp",
             **shared,
         )
-        self._residual, self._dropout = Residual(), Residual(with_residual=False)
+        self._dropout = Residual(with_residual=False)
         self.drop_path = DropPath(drop_path_rate, BATCH_DIM[attn_input_format])
         if output_layernorm:
             norm = RMSNorm if normalization == "RMSNorm" else LayerNorm
@@ -379,29 +379,32 @@ class TransformerLayer(LayerSettings, FlowModule):
         (hidden_states, *encoder_output), microbatch = values, core.get("is_first_microbatch")
         ends = core.get("cu_seqlens_q_padded", core.get("cu_seqlens_q"))
         packed = ends if self.attn_input_format == "thd" else None
-        block = self._attend(flow, modules["self_attention"], hidden_states, core)
+        others = dict(core)
+        mask = others.pop("attention_mask", None)
+        attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
         if self.parallel_attention_mlp:
-            mlp = flow.call(modules["layernorm_mlp"], hidden_states, microbatch)
-            block = flow.run(self._residual, mlp, block)
+            block = flow.call(attention, hidden_states, mask, **others)
+            block = flow.run(RESIDUAL, flow.call(mlp, hidden_states, microbatch), block)
             return self._join(flow, block, hidden_states, packed)
-        hidden_states = self._join(flow, block, hidden_states, packed)
+        hidden_states = self._block(flow, attention, packed, True, hidden_states, mask, **others)
         if self.layer_type == "decoder":
-            attention = modules["inter_attention"]
-            block = self._attend(flow, attention, hidden_states, cross, *encoder_output)
-            hidden_states = self._join(flow, block, hidden_states, drop_path=False)
-        block = flow.call(modules["layernorm_mlp"], hidden_states, microbatch)
-        hidden_states = self._join(flow, block, hidden_states, packed)
+            attention, others = modules["inter_attention"], dict(cross)
+            arguments = (hidden_states, others.pop("attention_mask", None), *encoder_output)
+            hidden_states = self._block(flow, attention, None, False, *arguments, **others)
+        hidden_states = self._block(flow, mlp, packed, True, hidden_states, microbatch)
         if self.output_layernorm:
             hidden_states = flow.call(modules["layernorm"], hidden_states)
         return hidden_states
 
-    @staticmethod
-    def _attend(
-        flow: Flow, attention: Any, hidden_states: Any, arguments: dict[str, Any], *encoder: Any
+    def _block(
+        self, flow: Flow, module: Any, packed: Any, drop_path: bool, *arguments: Any, **others: Any
     ) -> Any:
-        others = dict(arguments)
-        mask = others.pop("attention_mask", None)
-        return flow.call(attention, hidden_states, mask, *encoder, **others)
+        """A block, and its end, see `_join`; the first of `arguments` are the hidden states."""
+        drops = self.hidden_dropout > 0.0 or (drop_path and self.drop_path_rate > 0.0)
+        if not (drops and self.training):
+            return call_adding(flow, module, None, *arguments, **others)
+        block = flow.call(module, *arguments, **others)
+        return self._join(flow, block, arguments[0], packed, drop_path)
 
     def _join(
         self, flow: Flow, block: Any, residual: Any, packed: Any = None, drop_path: bool = True
@@ -414,10 +417,10 @@ class TransformerLayer(LayerSettings, FlowModule):
         out, residual = block if isinstance(block, tuple) else (block, residual)
         p = self.hidden_dropout if self.training else 0.0
         if not (drop_path and self.drop_path_rate > 0.0 and self.training):
-            return flow.run(self._residual, out, residual, p)
+            return flow.run(RESIDUAL, out, residual, p)
         branch = flow.run(self._dropout, out, p) if p else out
         branch = flow.call(self._modules["drop_path"], branch, packed)
-        return flow.run(self._residual, branch, residual)
+        return flow.run(RESIDUAL, branch, residual)
 
     def _cross_mask_type(self, mask: AttentionMask | None, override: str | None) -> str:
         """Mask type of cross-attention: the explicit one, else the one that the mask implies."""

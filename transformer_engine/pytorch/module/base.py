@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from transformer_engine.pytorch import _torch_private
-from transformer_engine.pytorch.chain.compiled import operator_key
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache, needs_of
@@ -24,15 +23,11 @@ from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, autocast_stack
-from transformer_engine.pytorch.fp8.casts.quantizers import HIGH_PRECISION_GEMM
 from transformer_engine.pytorch.fp8.compiled_scales import record_scope
 from transformer_engine.pytorch.fp8.exporting import exports_inference
 from transformer_engine.pytorch.fp8.model_init import model_init
-from transformer_engine.pytorch.fp8.process_state import Scope, process_state
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
-    FEATURE_ALIGNMENT,
-    ModuleQuantizers,
-    build_quantizers,
     with_weight_scales,
 )
 from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
@@ -40,21 +35,18 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.delayed_gradients import DelaysGradients
 from transformer_engine.pytorch.module.inputs import (
-    check_device,
     check_features,
-    checked_dtype,
 )
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import HasParameters, matrices_of
+from transformer_engine.pytorch.module.plans import make_plan
 from transformer_engine.pytorch.module.settings import BuildsChain, flag_setting
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.groups import (
     SharedByRanks,
     TensorParallel,
-    check_amax_group,
 )
 from transformer_engine.pytorch.recompute.module_calls import call_in_region
-from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_PLANS = 64
 
@@ -159,11 +151,14 @@ class TransformerEngineBaseModule(
         parameters: Parameters,
         bias: torch.Tensor | None,
         first_microbatch: bool | None,
+        adds: bool = False,
+        residual: torch.Tensor | None = None,
     ) -> Any:
         """Run the chain; this is the hot path of small models.
 
         `features` is the last size that the input must have, and `bias` the bias of the last GEMM,
-        whether the chain adds it or not.
+        whether the chain adds it or not. With `adds`, `chain.adding` runs; `residual` is its second
+        input, if it has one.
 
         Returns:
             `out[, bias][, tap]`: the bias with `return_bias`, the tap of the chain's Norm.
@@ -174,17 +169,20 @@ class TransformerEngineBaseModule(
         if self.delay_wgrad_compute and _is_compiling():
             from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
-            return outside_of_graphs(self._call, x, features, parameters, bias, first_microbatch)
-        stack = autocast_stack()
+            how = first_microbatch, adds, residual
+            return outside_of_graphs(self._call, x, features, parameters, bias, *how)
+        stack, chain = autocast_stack(), self.chain.adding if adds else self.chain
+        assert chain is not None
+        values = (x.contiguous(),) if residual is None else (x.contiguous(), residual.contiguous())
         if not _is_compiling() and may_recompute(stack):
-            plan, out = call_in_region(self, x, parameters, first_microbatch)
+            plan, out = call_in_region(self, chain, values, parameters, first_microbatch)
         else:
-            needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
-            plan, step = self.plan_for(x, parameters, needs, first_microbatch, stack), None
+            needs = needs_of((*values, *parameters)) if _is_grad_enabled() else ()
+            plan, step = self.plan_for(chain, x, parameters, needs, first_microbatch, stack), None
             if stack.step.first_pending and plan.requires_grad:
                 step = self.take_backward_end()
-            out = call_chain(plan, step, x.contiguous(), *parameters)
-        tapped = len(self.chain.outputs) > 1
+            out = call_chain(plan, step, *values, *parameters)
+        tapped = len(chain.outputs) > 1
         if not (self.return_bias or tapped):
             return out
         out, *tap = out if tapped else (out,)
@@ -192,21 +190,24 @@ class TransformerEngineBaseModule(
         return (out, *extra, *tap)
 
     def plan_call(
-        self, values: Incoming, is_first_microbatch: bool | None = None
+        self, values: Incoming, is_first_microbatch: bool | None = None, adds: bool = False
     ) -> Planned | None:
         """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`.
 
-        None where `forward` does more than run the chain.
+        With `adds` the part is `chain.adding`. None where `forward` does more than run the chain.
         """
         if self.return_bias:
             return None
         parameters, _ = self.chain_parameters()
         needs = values.with_parameters(parameters) if values.records else ()
         first = is_first_microbatch if self.first_microbatch is None else self.first_microbatch
-        return self.plan_for(values.like, parameters, needs, first, autocast_stack()), parameters
+        chain, stack = self.chain.adding if adds else self.chain, autocast_stack()
+        assert chain is not None
+        return self.plan_for(chain, values.like, parameters, needs, first, stack), parameters
 
     def plan_for(
         self,
+        chain: Chain,
         x: torch.Tensor,
         parameters: Parameters,
         needs: tuple[bool, ...],
@@ -216,23 +217,23 @@ class TransformerEngineBaseModule(
     ) -> CallPlan:
         """The plan of a call in the scope that is open. Plans are cached by what they depend on.
 
-        `needs` is empty where gradients are off. For it and `in_first_forward` see
-        `CallPlan`.
+        `chain` is that of the module, or its `adding`; `needs` is empty where gradients are off.
+        For `needs` and `in_first_forward` see `CallPlan`.
         """
         autocast = autocast_dtype(x)
         if _is_compiling():
             self._note_compiled()
-            return self._make_plan(x, parameters, needs, autocast, first_microbatch)
+            return make_plan(self, chain, x, parameters, needs, autocast, first_microbatch)
         scope = stack.scope
-        how = (first_microbatch, in_first_forward)
+        how = (first_microbatch, in_first_forward, chain is self.chain)
         # Types of parameters: a weight in FP8 may be replaced by a plain one.
         key = (scope.number, x.dtype, autocast, needs, x.device, *how, *map(type, parameters))
         found = self._plans.get(key)
-        if found is None or found.chain is not self.chain:
-            found = self._make_plan(x, parameters, needs, autocast, first_microbatch)
+        if found is None or found.chain is not chain:
+            found = make_plan(self, chain, x, parameters, needs, autocast, first_microbatch)
             if in_first_forward:
                 found.requires_grad, found.in_first_forward = False, True
-                self.chain.prepare(found)
+                chain.prepare(found)
             if len(self._plans) >= _MOST_PLANS:  # a new recipe in each step would add one each
                 self.drop_plans()
             self._plans[key] = found
@@ -249,92 +250,6 @@ class TransformerEngineBaseModule(
             # Names would become guards, and layers that are alike could not share a graph.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
             record_scope(kind, weights, autocast_stack().scope.enabled)
-
-    def _make_plan(
-        self,
-        x: torch.Tensor,
-        parameters: Parameters,
-        needs: tuple[bool, ...],
-        autocast: torch.dtype | None,
-        first_microbatch: bool | None,
-    ) -> CallPlan:
-        if not _is_compiling() and _torch_private.other_caller_active():  # before state is made
-            _torch_private.refuse_other_caller(self.name, (x, *parameters))
-        check_device(self, x, parameters)
-        dtype = autocast or checked_dtype(self, x, parameters)
-        scope = autocast_stack().scope
-        in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
-        fp8_weights.validate(self, scope.recipe, scope.enabled)
-        if _is_compiling() and first_microbatch is None and not in_fp8:
-            plan = self._plan_of_operator(scope, dtype, needs, x.device, (x, *parameters))
-            if plan is not None:
-                return plan
-        counts = bool(needs)
-        built = self._quantizers_in(scope, counts, x.device)
-        quantizers = built.gemms
-        if _is_compiling() and process_state().inspector is not None:
-            # Each session is a new object, so code is traced again for it.
-            quantizers = process_state().inspector.in_graph(self, quantizers, x.device, dtype)
-        needs = needs or (False,) * (1 + len(parameters))
-        plan = CallPlan(dtype, needs, quantizers, first_microbatch)
-        plan.counts, plan.columns = counts, built.columns
-        plan.fp8_weights = tuple(in_fp8)
-        return self.chain.prepare(plan)
-
-    def _plan_of_operator(
-        self,
-        scope: Scope,
-        dtype: torch.dtype,
-        needs: tuple[bool, ...],
-        device: torch.device,
-        tensors: Parameters,
-    ) -> CallPlan | None:
-        """The plan of a call that is one operator in compiled code; None to trace it instead."""
-        chain = self.chain
-        if not chain.kind or exports_inference() or process_state().inspector is not None:
-            return None
-        if scope.calibrating and not scope.enabled:
-            return None
-        counts = bool(needs)
-        built = self._quantizers_in(scope, counts, device, in_operator=True)
-        gemms = tuple([gemm.description() for gemm in built.gemms])
-        if None in gemms:
-            return None
-        stack = autocast_stack()
-        chain.keep_template()
-        plan = CallPlan(dtype, needs or (False,) * len(tensors))
-        plan.chain, plan.state = chain, built.state
-        how = (counts, stack.entered_in_graph, stack.in_compiled_checkpoint)
-        facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
-        dtypes = tuple([None if t is None else t.dtype for t in tensors])
-        plan.facts = (*facts, tuple(self._gemm_weights()), str(device), dtypes)
-        values, results = tuple(range(chain.inputs)), tuple(range(len(chain.outputs)))
-        outputs = tuple([chain.inputs + i for i in results])
-        plan.operator = operator_key(chain.inputs, ((plan.facts, values, values),), outputs)
-        return plan
-
-    def _quantizers_in(
-        self, scope: Scope, counts: bool, device: torch.device, in_operator: bool = False
-    ) -> ModuleQuantizers:
-        """The quantizers of this module's GEMMs; high precision for sizes that FP8 cannot take."""
-        if not (scope.enabled or (scope.calibrating and not exports_inference())):
-            return ModuleQuantizers([HIGH_PRECISION_GEMM] * self.gemm_count)
-        check_amax_group(self.ranks, scope.recipe, scope.group)
-        built = build_quantizers(self, scope, counts, device, in_operator)
-        if built.moved:
-            self.drop_plans()
-        for i, shape in enumerate(self._gemm_weights()):
-            if scope.enabled and any(size % FEATURE_ALIGNMENT for size in shape):
-                self._announce_fallback(shape)
-                built.gemms[i] = HIGH_PRECISION_GEMM
-        return built
-
-    def _announce_fallback(self, shape: tuple[int, ...]) -> None:
-        self.warn_once(
-            shape,
-            f"[{type(self).__name__}] expected weight sizes divisible by {FEATURE_ALIGNMENT} for "
-            f"FP8, got {shape}: this layer runs in high precision (layer {self.name})",
-        )
 
     def warn_once(self, about: Hashable, text: str) -> None:
         """Warn once for each subject `about`."""

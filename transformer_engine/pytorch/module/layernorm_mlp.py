@@ -200,7 +200,7 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         request_overlap(self, "column", "row")
         norm, gathers = self._norm_stage("column")
         kind, fuse = activation_kind(self.activation), self.fuse_wgrad_accumulation
-        return Chain.of(
+        return Chain.able_to_add(
             norm,
             *self._fc1.stages(0, self.name, fuse, "fc1", gathers),
             Activation(kind, activation_parameters(kind, self._activation_params, "LayerNormMLP")),
@@ -244,8 +244,17 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
             ValueError: a last size other than `hidden_size`; an input on another device.
             TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
         """
+        return self._run(inp, is_first_microbatch)
+
+    def call_adding(
+        self, residual: None, inp: torch.Tensor, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """The sum of what `forward` returns, rounded once; see `chain.flow`."""
+        return self._run(inp, is_first_microbatch, True)
+
+    def _run(self, inp: torch.Tensor, is_first_microbatch: bool | None, adds: bool = False) -> Any:
         # With the parameters of this call for its recompute: `functional_call` restores others.
-        arguments = (inp, self.hidden_size, *self.chain_parameters(), is_first_microbatch)
+        arguments = (inp, self.hidden_size, *self.chain_parameters(), is_first_microbatch, adds)
         if self.checkpoint and torch.is_grad_enabled() and not exporting():
             return checkpoint(
                 self._call,
@@ -256,10 +265,10 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         return self._call(*arguments)
 
     def plan_call(
-        self, values: Incoming, is_first_microbatch: bool | None = None
+        self, values: Incoming, is_first_microbatch: bool | None = None, adds: bool = False
     ) -> Planned | None:
         """See `TransformerEngineBaseModule`."""
-        return None if self.checkpoint else super().plan_call(values, is_first_microbatch)
+        return None if self.checkpoint else super().plan_call(values, is_first_microbatch, adds)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""

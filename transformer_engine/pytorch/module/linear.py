@@ -185,7 +185,8 @@ class Linear(SingleGemmModule):
         self.chain = self._build_chain()
 
     def _build_chain(self) -> Chain:
-        return Chain.of(*self._gemm_stages(save_original_input=self.save_original_input))
+        stages = self._gemm_stages(save_original_input=self.save_original_input)
+        return Chain.able_to_add(*stages)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""
@@ -219,3 +220,11 @@ class Linear(SingleGemmModule):
         """
         parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)
+
+    def call_adding(
+        self, residual: torch.Tensor, inp: torch.Tensor, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """`residual + forward(inp)`, rounded once; see `chain.flow`."""
+        parameters, bias = self.chain_parameters()
+        features = self.in_features
+        return self._call(inp, features, parameters, bias, is_first_microbatch, True, residual)

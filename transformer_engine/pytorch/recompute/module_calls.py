@@ -8,7 +8,7 @@ n-th in the first forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from transformer_engine.pytorch._torch_private import (
     graph_task,
     without_modes,
 )
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.main_grad_uses import mark_forward
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
@@ -45,7 +46,8 @@ Made = TypeVar("Made")
 
 def call_in_region(
     module: TransformerEngineBaseModule,
-    x: torch.Tensor,
+    chain: Chain,
+    values: Sequence[torch.Tensor],
     parameters: Parameters,
     first_microbatch: bool | None,
 ) -> tuple[CallPlan, Any]:
@@ -57,9 +59,9 @@ def call_in_region(
     Raises:
         RuntimeError: the call is a recompute, and its first forward cannot be found.
     """
-    plan, step = _plan_in_region(module, x, parameters, first_microbatch)
+    plan, step = _plan_in_region(module, chain, values, parameters, first_microbatch)
     with _cached_weights(plan) if plan.caching else _nothing:
-        return plan, call_chain(plan, step, x.contiguous(), *parameters)
+        return plan, call_chain(plan, step, *values, *parameters)
 
 
 _nothing = nullcontext()
@@ -91,7 +93,8 @@ def _cached_weights(plan: CallPlan) -> Iterator[None]:
 
 def _plan_in_region(
     module: TransformerEngineBaseModule,
-    x: torch.Tensor,
+    chain: Chain,
+    values: Sequence[torch.Tensor],
     parameters: Parameters,
     first_microbatch: bool | None,
 ) -> tuple[CallPlan, Step | None]:
@@ -102,19 +105,18 @@ def _plan_in_region(
     if where.in_first_forward and first_microbatch is True:
         _mark_weights(module, parameters, where)
     if where.in_first_forward or torch.is_grad_enabled():
-        needs = needs_of(where.in_first_forward or x.requires_grad, parameters)
+        needs = needs_of((*values, *parameters))
+        if where.in_first_forward:
+            needs = (*[True] * len(values), *needs[len(values) :])
+    facts = chain, values[0], parameters, needs, first_microbatch
     if graph_task() == -1 or not is_recompute(module, where.recomputed):
         with _unseen_by_modes():
-            plan = module.plan_for(
-                x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
-            )
+            plan = module.plan_for(*facts, autocast_stack(), where.in_first_forward)
             return _first_plan(module, plan, where, stack.scope)
     assert where.recomputed is not None
     call = where.recomputed.next_call(module)
     with stack.resumed(call.scope), _unseen_by_modes():
-        plan = module.plan_for(
-            x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
-        )
+        plan = module.plan_for(*facts, autocast_stack(), where.in_first_forward)
     if not call.scope.active:
         where.record_call(module, call)
         if plan.joins is not call.joins:
@@ -250,7 +252,7 @@ def _new_recompute_plan(
     ]
     recompute = plan.with_quantizers(quantizers)
     recompute.is_recompute, recompute.recompute_scales = True, scales
-    return module.chain.prepare(recompute)
+    return plan.chain.prepare(recompute)
 
 
 def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: Call) -> CallPlan:

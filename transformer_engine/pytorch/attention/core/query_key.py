@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention.rope.embedding import (
 )
 from transformer_engine.pytorch.attention.rope.ranks import angles_of_rank, sequences_of_rank
 from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
+from transformer_engine.pytorch.chain.flow import Flow
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.kernels.rope import rope
@@ -273,3 +274,10 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None
     if not adjacent:
         return None
     return query.as_strided((*shape[:-2], shape[-2] + key.shape[-2], shape[-1]), strides)
+
+
+def normalized_heads(flow: Flow, modules: dict[str, Any], query: Any, key: Any) -> tuple[Any, Any]:
+    """Query and key after the norms of `head_norms`, if the layer has them."""
+    if modules.get("q_norm") is None or modules.get("k_norm") is None:
+        return query, key
+    return flow.call(modules["q_norm"], query), flow.call(modules["k_norm"], key)

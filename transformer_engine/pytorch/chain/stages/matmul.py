@@ -18,14 +18,13 @@ from transformer_engine.pytorch.chain.stage import (
     ResultRequest,
     Results,
     Saved,
-    Stage,
     Values,
 )
+from transformer_engine.pytorch.chain.stages.cached_weight import CachesWeight
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
 from transformer_engine.pytorch.chain.stages.row_parts import product_by_rows, product_of_parts
 from transformer_engine.pytorch.chain.stages.sides import (
     columnwise_of,
-    detached,
     flatten,
     for_wgrad,
     grad_operands,
@@ -33,7 +32,6 @@ from transformer_engine.pytorch.chain.stages.sides import (
     restore,
     saved_input,
     shape_of,
-    tensors_of,
     without_padding,
 )
 from transformer_engine.pytorch.chain.weight_casts import CachedWeight, unpacked
@@ -49,7 +47,7 @@ from transformer_engine.pytorch.fp8.casts.padding import pad_operands, pad_side
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY
 from transformer_engine.pytorch.fp8.casts.watched import Watched
 from transformer_engine.pytorch.kernels.cast import cast
-from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
+from transformer_engine.pytorch.kernels.dropout_add import bias_gradient, dropout_add_forward
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, waited
@@ -67,13 +65,16 @@ class _Facts(NamedTuple):
     padding: int
     saves_fp8_weight: bool  # the parameter itself, row-wise
     input_again: bool  # the backward reads `Saved.input_again` instead of a saved input
+    adds_residual: bool
 
 
 _NOTHING = Saved(())
 
 
-class Matmul(Stage):
+class Matmul(CachesWeight):
     """Its parameters are weight `[out, in]` and, if `biased`, bias `[out]` or None.
+
+    It reads `x`, and in some chains a residual of the shape of the product, which it adds.
 
     Args:
         index: number of this Matmul in its chain, and of its quantizers in a plan.
@@ -155,15 +156,6 @@ class Matmul(Stage):
         """Scales and amaxes."""
         return plan.quantizers.persistent_tensors()
 
-    def caches(self, plan: MatmulPlan) -> bool:
-        """Whether the FP8 weight is cached between micro-batches."""
-        return plan.fp8 and plan.caches
-
-    def cached(self, plan: MatmulPlan) -> tuple[torch.Tensor | None, ...] | None:
-        """The FP8 weight of an earlier micro-batch."""
-        found = self._cached(plan)
-        return None if found is None else found.tensors
-
     def request(self, plan: MatmulPlan, x: torch.Tensor) -> OperandRequest | None:
         """Row-wise for fprop, column-wise for wgrad."""
         return plan.request if _fuses(plan.request, plan, x) else None
@@ -184,8 +176,8 @@ class Matmul(Stage):
         plan: MatmulPlan,
         request: OperandRequest | None,
     ) -> tuple[Results, Saved]:
-        """The product."""
-        (x,) = inputs
+        """The product, plus the residual if there is one."""
+        x, residual = (*inputs, None)[:2]
         weight, made = unpacked(parameters[0])
         bias = (*parameters, None)[1]
         parts = x.parts(keep=False) if isinstance(x, Pending) else None
@@ -197,11 +189,13 @@ class Matmul(Stage):
             own = own_matrix(weight)
             w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
         else:
-            w = self._weight_operands(weight, plan) if made is None else made
+            w = self.weight_operands(weight, plan) if made is None else made
 
-        def multiply(rows: Side, out: torch.Tensor | None) -> torch.Tensor:
+        def multiply(
+            rows: Side | None, out: torch.Tensor | None = None, addend: torch.Tensor | None = None
+        ) -> torch.Tensor:
             fast = plan.fast_accumulation[0]
-            return gemm.fprop(rows, w.rowwise, bias, plan.dtype, fast, self.name, out)
+            return gemm.fprop(rows, w.rowwise, bias, plan.dtype, fast, self.name, out, addend)
 
         y: Any
         if parts is not None:
@@ -209,13 +203,20 @@ class Matmul(Stage):
         elif self.by_rows and not (padding or plan.wrapped or plan.compiling):
             y = product_by_rows(operands.rowwise, weight.shape[0], plan.dtype, multiply)  # type: ignore[arg-type]
         else:
-            y = multiply(operands.rowwise, None)  # type: ignore[arg-type]
+            fits = residual is not None and not padding and residual.dtype is plan.dtype
+            inside = fits and plan.quantizers.output is IDENTITY
+            y = multiply(operands.rowwise, addend=residual if inside else None)
             if padding:
                 y = without_padding(y, shape_of(x)[:-1], padding, plan)
                 # In compiled code autograd functions cannot save views.
                 y = y.clone() if plan.compiling and plan.requires_grad else y
         if plan.wrapped:
             y = plan.quantizers.output.process_gemm_output(y)
+        if residual is not None and not inside:
+            if fits and not plan.quantizers.output.replaces:
+                y = multiply(operands.rowwise, addend=residual)  # as without inspection
+            else:
+                y = dropout_add_forward(y, None, residual, None, 0.0)
         if not plan.requires_grad:
             return (y,), _NOTHING
         x_data, x_scales, x_format, again = saved_input(x, operands, plan)
@@ -225,7 +226,8 @@ class Matmul(Stage):
         if w_data is not None and plan.pads and not plan.compiling and top_hooks(True) is not None:
             # Tell `offload` that this is a parameter, which stays, or a copy of a weight.
             setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
-        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, again)
+        adds = residual is not None
+        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, again, adds)
         return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
@@ -241,7 +243,7 @@ class Matmul(Stage):
 
     def exported(self, inputs: Values, parameters: Parameters, plan: MatmulPlan) -> Results:
         """The product in the dtype of activations; of FP8 operands in fp32, as on the CPU."""
-        (x,) = inputs
+        x, residual = (*inputs, None)[:2]
         weight, bias = (*parameters, None)[:2]
         assert weight is not None
         x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=plan.is_first)
@@ -251,40 +253,8 @@ class Matmul(Stage):
             weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
         if bias is not None:
             bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
-        return (linear(x, weight, bias).to(plan.dtype),)
-
-    def detach_cache(self) -> None:
-        """Detach the cached weight, which would keep the graph of the first micro-batch alive."""
-        if self.cached_weight is not None:
-            key, cached, _ = self.cached_weight
-            own = Operands(detached(cached.rowwise), detached(cached.columnwise))
-            self.cached_weight = CachedWeight(key, own, tensors_of(own))
-
-    def _weight_operands(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
-        """The weight as operands: cached between micro-batches, else cast now."""
-        if not plan.fp8 and weight.dtype is not plan.dtype:
-            weight = cast(weight, plan.dtype)
-        if not plan.caches:
-            return plan.quantizers.weight.operands(weight, plan.weight_request)
-        cached = self._cached(plan)
-        if (plan.first_microbatch and not plan.is_recompute) or cached is None:
-            return self.renew(weight, plan)
-        return cached.operands
-
-    def renew(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
-        """Cast the weight and cache it."""
-        quantizer, cached = plan.quantizers.weight, self._cached(plan)
-        before = None if cached is None else cached.operands
-        cast = quantizer.refreshed(weight, plan.weight_request, before)
-        self.cached_weight = CachedWeight(quantizer.cache_key, cast, tensors_of(cast))
-        return cast
-
-    def _cached(self, plan: MatmulPlan) -> CachedWeight | None:
-        """The cached weight, if it has what this plan needs."""
-        found = self.cached_weight
-        if found is None or (found.operands.columnwise is None and plan.needs_input):
-            return None
-        return found if found.key == plan.quantizers.weight.cache_key else None
+        y = linear(x, weight, bias)
+        return ((y if residual is None else y + residual).to(plan.dtype),)
 
     def delays(self, plan: MatmulPlan) -> bool:
         """True with the argument `delays` if the weight needs a gradient."""
@@ -308,9 +278,10 @@ class Matmul(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: MatmulPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The gradient of the input."""
+        """The gradient of the input; that of the residual is the gradient of the result."""
         (grad,) = grads
         facts = saved.facts
+        of_residual = grads if facts.adds_residual else ()
         parts = columns = None
         if isinstance(grad, Pending):
             parts = grad.parts(keep=plan.needs_weight) if plan.needs_input else None
@@ -321,11 +292,11 @@ class Matmul(Stage):
         elif parts is not None:
             operands = Operands(None, None)
         elif plan.grad_request is None:
-            return (None,), Operands(grad, None)
+            return (None, *of_residual), Operands(grad, None)
         else:
             operands, columns = grad_operands(grad, facts.padding, plan)
         if not plan.needs_input:
-            return (None,), operands
+            return (None, *of_residual), operands
         weight = restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
         column = None if facts.saves_fp8_weight else weight  # made for the first product
 
@@ -347,7 +318,7 @@ class Matmul(Stage):
         if facts.padding:
             dx = without_padding(dx, shape_of(grad)[:-1], facts.padding, plan)
         dx = plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx
-        return (dx,), columns or for_wgrad(operands)
+        return (dx, *of_residual), columns or for_wgrad(operands)
 
     def backward_params(self, carry: Any, saved: Saved, plan: MatmulPlan) -> Parameters:
         """The weight gradient and the bias gradient."""

@@ -1,4 +1,7 @@
-"""residual + dropout(x + bias): the end of every block of a transformer layer."""
+"""The end of a block of a transformer layer: residual + dropout(x + bias).
+
+Without dropout the last GEMM of the block adds the residual, see `call_adding`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain.chain import ChainBuilder
+from transformer_engine.pytorch.chain.flow import Flow
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.stages.residual import DropoutAdd
 from transformer_engine.pytorch.fp8.exporting import exporting
@@ -35,3 +39,29 @@ class Residual(Part):
             if residual is not None and bias is None and p == 0.0:
                 return residual + branch.to(residual.dtype)
         return super().__call__(*values_and_arguments)
+
+
+RESIDUAL = Residual()
+
+
+def call_adding(flow: Flow, module: Any, residual: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call a module and add a residual to its result.
+
+    The last GEMM of the module adds it, and the sum is rounded once. If somebody observes the
+    module, it returns its own result, which is rounded before the residual is added.
+
+    Args:
+        flow: runs the module, or lists its stages.
+        module: a `Linear`, `LayerNormMLP` or `MultiheadAttention`, without `return_bias`.
+        residual: None stands for the second result of the module, or, if it has only one, for its
+            first argument.
+        arguments: of the call.
+        keywords: of the call.
+    """
+    if flow.adds(module):
+        return flow.call_adding(module, residual, *arguments, **keywords)
+    results = flow.call(module, *arguments, **keywords)
+    out, *tap = results if isinstance(results, tuple) else (results,)
+    if residual is None:
+        residual = tap[0] if tap else arguments[0]
+    return flow.run(RESIDUAL, out, residual)
