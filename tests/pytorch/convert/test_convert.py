@@ -195,7 +195,6 @@ def test_what_stays_and_why():
         "old_weight_norm": "it has forward_pre_hooks, state_dict_hooks, load_state_dict_pre_hooks",
         "more": "it holds more than its class does: mask",
         "double": "dtype torch.float64: expected float32, float16 or bfloat16",
-        "many_axes": "it normalises over several axes: (4, 32)",
         "no_affine": "it has no weight (elementwise_affine=False)",
         "no_bias": "it has no bias",
         "half_eps": "eps=None depends on the version of torch for torch.bfloat16: give a number",

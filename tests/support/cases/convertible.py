@@ -81,7 +81,6 @@ class Mixed(nn.Module):
         self.more = nn.Linear(32, 32)
         self.more.register_buffer("mask", torch.ones(32))
         self.double = nn.Linear(32, 32).double()
-        self.many_axes = nn.LayerNorm((4, 32))
         self.no_affine = nn.LayerNorm(32, elementwise_affine=False)
         self.no_bias = nn.LayerNorm(32, bias=False)
         self.half_eps = nn.RMSNorm(32).bfloat16()

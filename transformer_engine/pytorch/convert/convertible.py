@@ -113,8 +113,6 @@ def _linear_refusal(module: nn.Linear) -> str | None:
 
 
 def _norm_refusal(module: Any) -> str | None:
-    if len(module.normalized_shape) != 1:
-        return f"it normalises over several axes: {tuple(module.normalized_shape)}"
     if module._parameters["weight"] is None:
         return "it has no weight (elementwise_affine=False)"
     if "bias" in module._parameters and module._parameters["bias"] is None:
@@ -165,7 +163,7 @@ def build_norm_linear(norm: Any, linear: Any, name: str) -> nn.Module:
 
 def _build_norm(module: Any, name: str) -> nn.Module:
     kind = LayerNorm if isinstance(module, nn.LayerNorm) else RMSNorm
-    return kind(module.normalized_shape[0], epsilon_of(module), device="meta", name=name)
+    return kind(tuple(module.normalized_shape), epsilon_of(module), device="meta", name=name)
 
 
 def _te_linear_refusal(module: Any) -> str | None:
@@ -192,7 +190,7 @@ def _torch_linear(module: Any, name: str) -> nn.Module:
 
 def _torch_norm(module: Any, name: str) -> nn.Module:
     kind = nn.LayerNorm if isinstance(module, LayerNorm) else nn.RMSNorm
-    return kind(module.hidden_size, eps=module.eps, device="meta")
+    return kind(module.normalized_shape, eps=module.eps, device="meta")
 
 
 def torch_norm_of(module: Any) -> nn.Module:

@@ -18,14 +18,16 @@ class LayerNorm(NormModule):
         dtype: torch's spelling of `params_dtype`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: device of the parameters; None is cuda where there is one, else cpu.
-        normalized_shape: another name of `hidden_size`.
+        normalized_shape: another name of `hidden_size`; or the sizes of the last axes, which are
+            then normalised together, and are the shape of the parameters.
         name: for messages and the debugger.
         others: `sm_margin` has no effect; `bias` and `elementwise_affine` of torch's norms may be
             True.
 
     Raises:
-        ValueError: not exactly one of `hidden_size` and `normalized_shape`; a negative `eps`.
-        NotImplementedError: sizes of several axes; a norm without parameters.
+        ValueError: not exactly one of `hidden_size` and `normalized_shape`; no size; a
+            negative `eps`.
+        NotImplementedError: a norm without parameters.
 
     >>> import torch
     >>> LayerNorm(8, device="cpu")(torch.randn(2, 8)).shape

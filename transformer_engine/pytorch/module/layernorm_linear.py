@@ -126,7 +126,7 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         norm = norm_parameters(
-            normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"
+            normalization, (in_features,), zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
         self._norm_names = names_in(norm, "layer_norm_weight", "layer_norm_bias")
         linear = self._split.specs(in_features, init_method or default_init_method)

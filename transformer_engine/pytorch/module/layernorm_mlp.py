@@ -168,7 +168,7 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         self.fc1_features = self.fc2_features * len(halves)
 
         norm = norm_parameters(
-            normalization, hidden_size, zero_centered_gamma, sequence_parallel, "layer_norm_"
+            normalization, (hidden_size,), zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         specs = norm + self._linear_specs(init_method, output_layer_init_method)

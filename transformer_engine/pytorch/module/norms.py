@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,14 +37,18 @@ from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 def norm_parameters(
-    kind: str, features: int, zero_centered: bool, sequence_parallel: bool | None, prefix: str = ""
+    kind: str,
+    shape: tuple[int, ...],
+    zero_centered: bool,
+    sequence_parallel: bool | None,
+    prefix: str = "",
 ) -> list[ParameterSpec]:
     """Gamma (and beta for LayerNorm), as `<prefix>weight` and `<prefix>bias`."""
     attributes = {} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}
     start = nn.init.zeros_ if zero_centered else nn.init.ones_
-    specs = [ParameterSpec(f"{prefix}weight", (features,), start, attributes)]
+    specs = [ParameterSpec(f"{prefix}weight", shape, start, attributes)]
     if kind == "LayerNorm":
-        specs.append(ParameterSpec(f"{prefix}bias", (features,), nn.init.zeros_, attributes))
+        specs.append(ParameterSpec(f"{prefix}bias", shape, nn.init.zeros_, attributes))
     return specs
 
 
@@ -138,10 +143,12 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.chain = self._build_chain()
-        self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
-        check_sizes(self.kind, self.name, hidden_size=self.hidden_size)
+        shape = _shape_of(hidden_size, normalized_shape, type(self).__name__)
+        for size in shape:
+            check_sizes(self.kind, self.name, hidden_size=size)
+        self.normalized_shape, self.hidden_size = shape, math.prod(shape)
         self._parameter_set = ParameterSet(None)
-        specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
+        specs = norm_parameters(self.kind, shape, zero_centered_gamma, sequence_parallel)
         self._names = names_in(specs, "weight", "bias")
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
 
@@ -149,23 +156,31 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
         return Chain.of(Norm(self.kind, self.eps, self.zero_centered_gamma))
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last axis; statistics in fp32.
+        """Normalise over the last axis, or the axes of `normalized_shape`; statistics in fp32.
 
         Args:
-            inp: `(..., hidden_size)`, fp32, fp16 or bf16.
+            inp: `(..., *normalized_shape)`, fp32, fp16 or bf16.
 
         Returns:
             A tensor of the shape of `inp`, in the dtype of the weight (of `torch.autocast` where
             that is active).
 
         Raises:
-            ValueError: another last size; an input on another device.
+            ValueError: other last sizes; an input on another device.
             TypeError: not a tensor, or another dtype.
         """
-        check_features(self, inp, self.hidden_size)
+        shape = self.normalized_shape
+        check_features(self, inp, shape[-1])
         if inp.dtype not in HIGH_PRECISION:
             refuse_dtype(self.kind, "inp", inp.dtype, self.name)
-        return self.run(inp)
+        if len(shape) == 1:
+            return self.run(inp)
+        if tuple(inp.shape[-len(shape) :]) != shape:
+            raise ValueError(
+                f"[{self.kind}] expected inp of shape (..., {', '.join(map(str, shape))}), got"
+                f" {tuple(inp.shape)} (layer {self.name})"
+            )
+        return self.run(inp.flatten(-len(shape))).view(inp.shape)
 
     def dtype_and_parameters(
         self, like: torch.Tensor
@@ -176,13 +191,16 @@ class NormModule(Normalizes, HasParameters, OptionalExtraState, SingleStageModul
         if weight.device != like.device:
             check_device(self, like, (weight,))
         parameters: Sequence[torch.Tensor | None] = (weight, bias)
+        if weight.dim() > 1:
+            parameters = [p if p is None else p.flatten() for p in parameters]
         if self.ranks_with_other_heads is not None:
             parameters = with_summed_gradients(parameters, self.ranks_with_other_heads)
         return autocast_dtype(like) or weight.dtype, parameters
 
     def extra_repr(self) -> str:
         """Size and settings."""
-        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+        size = self.hidden_size if len(self.normalized_shape) == 1 else self.normalized_shape
+        return f"{size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
 def _check_others(kind: type[NormModule], others: dict[str, Any]) -> None:
@@ -197,21 +215,19 @@ def _check_others(kind: type[NormModule], others: dict[str, Any]) -> None:
         refuse_keywords(kind, others)
 
 
-def _one_size(
+def _shape_of(
     hidden_size: int | Sequence[int] | None,
     normalized_shape: int | Sequence[int] | None,
     module: str,
-) -> int:
+) -> tuple[int, ...]:
     if (hidden_size is None) == (normalized_shape is None):
         raise ValueError(
             f"[{module}] expected one of hidden_size and normalized_shape, got "
             f"{hidden_size} and {normalized_shape}"
         )
-    size: Any = hidden_size if hidden_size is not None else normalized_shape
-    if isinstance(size, str) or not isinstance(size, Sequence):
-        return size  # type: ignore[return-value]
-    if len(size) == 1:
-        return size[0]
-    raise NotImplementedError(
-        f"[{module}] expected a size of one axis, got {tuple(size)}: flatten the last axes first"
-    )
+    shape: Any = hidden_size if hidden_size is not None else normalized_shape
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        return (shape,)  # type: ignore[return-value]
+    if not shape:
+        raise ValueError(f"[{module}] expected at least one size, got {shape}")
+    return tuple(shape)
