@@ -17,7 +17,7 @@ from contenders import Size, our_layer, precision, random
 from harness import Report, Timing, peak_mib, require_gpu, time_gpu, time_gpu_each
 from torch import nn
 
-from transformer_engine.pytorch.offload.context import CudaCopies, Offload
+from transformer_engine.pytorch.offload.offload import CudaCopies, Offload
 
 SIZE = Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=2)
 LAYERS = 12

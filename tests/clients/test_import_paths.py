@@ -113,7 +113,10 @@ MORE = {
         "dist_group_type",
     ),
     "transformer_engine.pytorch.cpp_extensions": ("general_gemm",),
-    "transformer_engine.pytorch.cpu_offload": ("get_cpu_offload_context",),
+    "transformer_engine.pytorch.cpu_offload": (
+        "get_cpu_offload_context",
+        "ManualOffloadSynchronizer",
+    ),
     "transformer_engine.pytorch.distributed": (
         "activation_recompute_forward",
         "allreduce",

@@ -6,43 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from fake_copies import Memory
 from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
-from transformer_engine.pytorch.offload import context as module
-from transformer_engine.pytorch.offload.context import CudaCopies, Offload
+from transformer_engine.pytorch.offload import offload as module
+from transformer_engine.pytorch.offload.offload import CudaCopies, Offload
 
 RECIPE = DelayedScaling(amax_history_len=3)
-
-
-class Memory:
-    """Copies on the CPU, and records the calls."""
-
-    def __init__(self) -> None:
-        self.done = []
-        self.alive = 0  # bytes on the host
-
-    def takes(self, x):
-        return True
-
-    def out(self, sources):
-        self.alive += sum(s.numel() for s in sources)
-        self.done.append("out")
-        return [s.clone() for s in sources], "out"
-
-    def back(self, sources, devices):
-        self.done.append("back")
-        return [s.clone() for s in sources], "back"
-
-    def wait(self, event):
-        self.done.append(f"wait {event}")
-
-    def free(self, host):
-        host.fill_(255)
-        self.alive -= host.numel()
 
 
 @pytest.fixture(autouse=True)

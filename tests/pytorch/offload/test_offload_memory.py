@@ -10,7 +10,7 @@ from precisions import scope
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.offload.context import Offload
+from transformer_engine.pytorch.offload.offload import Offload
 
 LAYERS, HIDDEN, HEADS, MIB = 5, 512, 8, 2**20
 MODULES: dict[str, Callable[..., nn.Module]] = {

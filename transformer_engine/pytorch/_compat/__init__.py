@@ -38,6 +38,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "cpu_offload": {
         "get_cpu_offload_context": "offload.cpu_offload",
+        "ManualOffloadSynchronizer": "offload.manual",
         "mark_not_offload": "offload.context",
     },
     "float8_tensor": {"Float8Tensor": "tensor.float8_tensor"},

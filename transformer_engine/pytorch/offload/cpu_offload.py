@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from transformer_engine.pytorch.offload import context
@@ -17,9 +16,10 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
-    *,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
-) -> tuple[AbstractContextManager[Any], context.Sync]:
+) -> tuple[Any, ...]:
     """`transformer_engine.pytorch.get_cpu_offload_context` with arguments in another order.
 
     Args:
@@ -29,10 +29,12 @@ def get_cpu_offload_context(
         offload_activations: offload activations.
         offload_weights: offload weights too.
         double_buffering: accepted; copies always overlap with the computation.
+        manual_synchronization: return a `ManualOffloadSynchronizer`, too.
+        retain_pinned_cpu_buffers: accepted; host memory is always kept from step to step.
         offload_stream: CUDA stream of the copies to the host.
     """
     if not enabled:
-        return context.get_cpu_offload_context(enabled=False)
+        return context.get_cpu_offload_context(manual_synchronization=manual_synchronization)
     return context.get_cpu_offload_context(
         enabled,
         num_layers,
@@ -41,4 +43,6 @@ def get_cpu_offload_context(
         model_layers=model_layers,
         double_buffering=double_buffering,
         offload_stream=offload_stream,
+        manual_synchronization=manual_synchronization,
+        retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
     )
