@@ -61,9 +61,20 @@ def _made(layer: str, recipe: Recipe | None, fp8_weights: bool, **options: Any) 
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Applies `fully_shard` to the attention and MLP modules, then to the rest of the model."""
-    inner = [m for m in model.modules() if isinstance(m, te.LayerNormMLP | te.MultiheadAttention)]
-    for part in (*(m for m in inner if m is not model), model):
+    for part in (*_parts(model), model):
         fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    kinds = te.LayerNormMLP | te.MultiheadAttention
+    return [m for m in model.modules() if isinstance(m, kinds) and m is not model]
+
+
+def _observed(model: nn.Module) -> nn.Module:
+    """A model whose parts have hooks, so that residuals are added as in `_fully_sharded`."""
+    for part in _parts(model):
+        part.register_forward_hook(lambda *_: None)
     return model
 
 
@@ -80,6 +91,7 @@ def _case(
     keep = {"preserve_high_precision_init_val": optimizer == "FusedAdam"}
     model, reference = (_made(layer, recipe, fp8_weights, **keep) for _ in range(2))
     _fully_sharded(model, options.pop("mesh"), **options)
+    _observed(reference)
     losses = one_rank(model, recipe, rank, make_optimizer(model.parameters()))
     if optimizer == "FusedSGD":  # the kernel of FusedSGD takes no DTensors
         make_optimizer = OPTIMIZERS["SGD one by one"]
@@ -105,6 +117,7 @@ def _mixed(precision: str, rank: int, group: Any, mesh: DeviceMesh) -> dict[str,
     model, reference = make("TransformerLayer", dtype=torch.float32), make("TransformerLayer")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     _fully_sharded(model, mesh, mp_policy=policy)
+    _observed(reference)
     losses = one_rank(model, recipe, rank, torch.optim.SGD(model.parameters(), lr=rate))
     expected = one_process(reference, recipe, group, _Fp32Masters(reference, rate), in_fp32=True)
     return {"losses": losses, "expected": expected}
@@ -365,6 +378,7 @@ def hybrid(rank: int) -> dict[str, Any]:
         recipe = RECIPES[precision]
         model, reference = (_made("TransformerLayer", recipe, fp8_weights) for _ in range(2))
         _fully_sharded(model, mesh)
+        _observed(reference)
         optimizers = [OPTIMIZERS["SGD"](one.parameters()) for one in (model, reference)]
         # Replicas get the same data, so the mean over all ranks is the mean over one pair.
         losses = one_rank(model, recipe, mesh["shard"].get_local_rank(), optimizers[0])
