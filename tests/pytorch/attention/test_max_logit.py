@@ -7,7 +7,7 @@ from cases.attention import cu_seqlens
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 
-from transformer_engine.pytorch.attention import dot_product_attention, max_logit
+from transformer_engine.pytorch.attention import max_logit
 
 QUERIES, KEYS, HEADS, SIZE = 5, 7, 4, 8
 LENGTHS = ((3, 4), (5, 7))  # real queries and keys of each sequence
@@ -95,10 +95,3 @@ def test_heads_that_see_nothing(device) -> None:
     hidden[:, 1] = True
     _, found = module(query, key, value, hidden)
     assert found.isinf().tolist() == [False, True, False, False]
-
-
-def test_ranks_that_share_sequences_are_refused(monkeypatch) -> None:
-    module = make_module(return_max_logit=True)
-    monkeypatch.setattr(dot_product_attention, "context_group", lambda *arguments: object())
-    with pytest.raises(NotImplementedError, match="no rank has all keys"):
-        module.set_context_parallel_group(None, None, None)

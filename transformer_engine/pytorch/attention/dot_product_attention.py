@@ -42,7 +42,7 @@ from transformer_engine.pytorch.attention.core.casts import (
 )
 from transformer_engine.pytorch.attention.core_attention import CoreAttention
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
-from transformer_engine.pytorch.attention.max_logit import max_logit, refuse_ranks
+from transformer_engine.pytorch.attention.max_logit import max_logit
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
@@ -178,8 +178,6 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
         """Set the ranks that share sequences; the arguments are those of the constructor."""
         arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.context = context_group(self.name, (self.local_heads, self.local_groups), *arguments)
-        if self.context is not None and self.return_max_logit:
-            refuse_ranks(self.name)
         self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = arguments
 
     @names_layer
@@ -245,7 +243,8 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
 
         Returns:
             `[sequence, batch, heads * size of a value]`, or as `qkv_format` says. With
-            `return_max_logit`, also fp32 `[heads]`, -inf for a head that sees no key.
+            `return_max_logit`, also fp32 `[heads]`, -inf for a head that sees no key; with a
+            `cp_group`, over the queries and keys of all ranks, and equal on all.
 
         Raises:
             ValueError: shapes, masks, `cu_seqlens` or biases that do not fit together; a call that
@@ -365,6 +364,7 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
             self.training,
             casts,
             self.context,
+            max_logit=self.return_max_logit,
         )
 
     def _sink(self, device: torch.device) -> Sink:

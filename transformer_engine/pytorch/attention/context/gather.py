@@ -46,9 +46,10 @@ class _GatherCall:
 
     def all_keys(self, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         """The keys and values of all ranks: the only step."""
-        return KeyValues(0, self.key_chunks, self._gathered(key), self._gathered(value))
+        return KeyValues(0, self.key_chunks, self.gathered(key), self.gathered(value))
 
-    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """The keys, or values, of all ranks."""
         return to_sequence_order(all_gather_stack(x, self.group), self.dim, self.starts)
 
     def reduce_scatter(self, grad: GradSum) -> torch.Tensor:
@@ -78,6 +79,16 @@ def parts(query: torch.Tensor, call: Call) -> Iterator[AttentionPart]:
     """The parts that the forward will run; nothing is sent."""
     gather = _GatherCall(call, query.device)
     return gather.rank_call.parts(gather.key_chunks)
+
+
+def parts_with_keys(
+    query: torch.Tensor, key: torch.Tensor, call: Call
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Call]]:
+    """Queries, keys and call of each part; keys are gathered first, whatever `cp_comm_type` is."""
+    gather = _GatherCall(call, query.device)
+    own, keys = gather.rank_call, gather.gathered(key)
+    for part in own.parts(gather.key_chunks):
+        yield own.narrow(query, part.block.queries), own.narrow(keys, part.block.keys), part.call
 
 
 BACKEND = Backend("all_gather", *with_casts(forward, backward), keeps_scores=True, requirements=())

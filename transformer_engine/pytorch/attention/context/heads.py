@@ -193,6 +193,15 @@ def call_after_exchange(call: Call, device: torch.device) -> Call:
     return _Exchange(call, sends=False).inner(device)
 
 
+def exchanged(
+    query: torch.Tensor, key: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, Call]:
+    """Query, key and call after the exchange, which sends them."""
+    exchange = _Exchange(call)
+    started = exchange.to_heads(query, "query"), exchange.to_heads(key, "key")
+    return started[0].wait(), started[1].wait(), exchange.inner(query.device)
+
+
 def _check_lengths(call: Call) -> None:
     """Check the lengths before any exchange. All ranks have the same ones, so all raise errors."""
     context, shape = call.context, call.shape

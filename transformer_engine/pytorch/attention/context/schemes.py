@@ -60,7 +60,7 @@ _NAMES = (
     *("size of values", "sequences", "query tokens", "key tokens"),
     *("mask shape", "mask dtype", "bias", "bias shape", "bias dtype", "learned bias"),
     *("shape of alibi_slopes", "scale", "dropout", "softmax", "lengths"),
-    *("communication", "gradients", "precision"),
+    *("communication", "gradients", "precision", "return_max_logit"),
 )
 
 
@@ -91,6 +91,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         call.context.comm_type,
         needs[:3],
         _precision(call),
+        call.max_logit,
     )
 
 

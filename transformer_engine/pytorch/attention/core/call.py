@@ -310,6 +310,7 @@ class Call(NamedTuple):
     casts: Casts | None = None  # of FP8 attention
     context: ContextGroup | None = None  # ranks that share the sequence
     part: bool = False  # the keys are only some of those of the softmax, see `Parts`
+    max_logit: bool = False  # `max_logit` follows, for which ranks send keys once more
 
     @property
     def same_sequences(self) -> bool:
