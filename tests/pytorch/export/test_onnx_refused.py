@@ -32,6 +32,11 @@ def test_what_cannot_be_exported():
     message = error_of(call, (batch, batch, batch))
     assert "inference_params cannot be exported" in message
 
+    parallel = te.DotProductAttention(HEADS, 16, qkv_format="sbhd").eval()
+    parallel.context = object()  # in place of the ranks that share sequences
+    message = error_of(parallel, (batch, batch, batch))
+    assert "cp_group cannot be exported: attend to whole sequences" in message
+
 
 def test_scales_of_blocks_are_refused():
     module = te.Linear(32, 16, device="cpu", name="fresh")

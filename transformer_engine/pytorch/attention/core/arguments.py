@@ -158,5 +158,7 @@ def refuse_rare(
         refuse("qkv_format 'thd'", "pad the sequences and use 'bshd' or 'sbhd'", module.name)
     if inference_params is not None:
         refuse("inference_params", "its cache is no part of a graph; leave it out", module.name)
+    if module.context is not None:
+        refuse("cp_group", "attend to whole sequences in one process", module.name)
     dropped = {"attention_dropout": module.attention_dropout}
     refuse_training(module.training, dropped, module.name)
