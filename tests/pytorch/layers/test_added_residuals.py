@@ -1,5 +1,6 @@
 """Residuals that the last GEMM of a block adds: `TransformerLayer` without dropout."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ from sizes import as_large_inputs
 
 import transformer_engine.pytorch as te
 
+BF16 = torch.bfloat16
 RECIPES = ["high precision", "delayed", "current"]
 
 
@@ -77,6 +79,43 @@ def test_an_observed_module_returns_its_own_result(large: bool, recipe: str, dev
     assert_bitwise(residual, x)
     assert_bitwise(found[0], (residual.float() + branch.float()).bfloat16())
     torch.testing.assert_close(found[0], expected[0], rtol=2**-6, atol=2**-5)
+
+
+OTHER_BLOCKS: dict[str, Callable[[str], torch.nn.Module]] = {
+    "LayerNormMLP": lambda device: te.LayerNormMLP(64, 128, params_dtype=BF16, device=device),
+    "Linear": lambda device: te.Linear(64, 64, params_dtype=BF16, device=device),
+}
+
+
+@pytest.mark.parametrize("way", ["part by part", "compiled"])
+@pytest.mark.parametrize("recipe", ["high precision", "delayed"])
+@pytest.mark.parametrize("kind", OTHER_BLOCKS)
+def test_a_block_that_does_not_return_its_residual(
+    kind: str, recipe: str, way: str, device: str
+) -> None:
+    """The last GEMM of a replaced `layernorm_mlp` adds its input."""
+    torch._dynamo.reset()
+    first = build(device)
+    first.layernorm_mlp = OTHER_BLOCKS[kind](device)
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    expected = tensors_of(first, first, recipe, batch(device))
+    with as_large_inputs(way == "part by part"):
+        found = tensors_of(WAYS[way](second), second, recipe, batch(device))
+    for one, other in zip(found, expected, strict=True):
+        assert_bitwise(one, other)
+    with observed(third.layernorm_mlp):
+        found = tensors_of(third, third, recipe, batch(device))
+    torch.testing.assert_close(found, expected, rtol=2**-5, atol=2**-4)
+
+
+def test_a_block_that_returns_a_bias(device: str) -> None:
+    """It is an error, as if a hook observed the block."""
+    layer = build(device)
+    layer.layernorm_mlp = te.LayerNormMLP(
+        64, 128, return_bias=True, params_dtype=BF16, device=device
+    )
+    with pytest.raises(ValueError, match=r"expected shape .* for the residual"):
+        layer(batch(device))
 
 
 def test_dropout_is_not_added_by_a_gemm(device: str) -> None:

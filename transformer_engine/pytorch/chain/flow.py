@@ -63,19 +63,20 @@ class Flow:
         """Call a module with values and further arguments."""
         return module(*arguments, **keywords)
 
-    def adds(self, module: Any) -> bool:
+    def adds(self, module: Any, residual: Any) -> bool:
         """Whether `call_adding` of this module is possible: nobody observes what it returns."""
         if type(module) not in _FORWARDS or is_observed(module):
             return False
         if not torch.compiler.is_compiling() and _torch_private.has_global_module_hooks():
             return False
-        return _can_add(module)
+        return _can_add(module, residual)
 
     def call_adding(self, module: Any, residual: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call a module whose last GEMM also adds a residual, see `module.residual`."""
         if isinstance(module, FlowModule):
             return module.forward(*arguments, adds=True, **keywords)
-        return module.call_adding(residual, *arguments, **keywords)
+        second = _second_value(module, residual, arguments[0])
+        return module.call_adding(second, *arguments, **keywords)
 
     def run(self, part: Any, *arguments: Any) -> Any:
         """Run a `Part` with values and further arguments."""
@@ -120,16 +121,17 @@ class ListingFlow(Flow):
             return module.flow_of_call(self, *arguments, **keywords)
         return self._add(module, arguments, keywords)
 
-    def adds(self, module: Any) -> bool:
+    def adds(self, module: Any, residual: Any) -> bool:
         """See `Flow.adds`. The flow is used only if nobody observes any of its modules."""
-        return type(module) not in _FORWARDS or _can_add(module)
+        return type(module) not in _FORWARDS or _can_add(module, residual)
 
     def call_adding(self, module: Any, residual: Any, *arguments: Any, **keywords: Any) -> Any:
         """See `Flow.call_adding`."""
         self._note(module)
         if isinstance(module, FlowModule):
             return module.flow_of_call(self, *arguments, adds=True, **keywords)
-        values = arguments[:1] if residual is None else (arguments[0], residual)
+        second = _second_value(module, residual, arguments[0])
+        values = arguments[:1] if second is None else (arguments[0], second)
         return self._add(AddingPart(module), (*values, *arguments[1:]), keywords)
 
     def _note(self, module: Any) -> None:
@@ -190,5 +192,18 @@ def is_observed(module: Any) -> bool:
     )
 
 
-def _can_add(module: Any) -> bool:
-    return isinstance(module, FlowModule) or module.chain.adding is not None
+def _can_add(module: Any, residual: Any) -> bool:
+    """Whether the last GEMM of a module can add this residual; see `module.residual` for None."""
+    if isinstance(module, FlowModule):
+        return True
+    adding = module.chain.adding
+    if adding is None or module.return_bias:
+        return False
+    return residual is None or adding.inputs > 1
+
+
+def _second_value(module: Any, residual: Any, first: Any) -> Any:
+    """What `chain.adding` of a module reads beside the first argument; None for nothing."""
+    if module.chain.adding.inputs == 1:
+        return None
+    return first if residual is None else residual

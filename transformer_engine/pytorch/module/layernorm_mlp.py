@@ -247,14 +247,20 @@ class LayerNormMLP(NormalizesFirst, TransformerEngineBaseModule):
         return self._run(inp, is_first_microbatch)
 
     def call_adding(
-        self, residual: None, inp: torch.Tensor, is_first_microbatch: bool | None = None
+        self,
+        residual: torch.Tensor | None,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
-        """The sum of what `forward` returns, rounded once; see `chain.flow`."""
-        return self._run(inp, is_first_microbatch, True)
+        """The sum of the output and the residual, rounded once; see `chain.flow`.
 
-    def _run(self, inp: torch.Tensor, is_first_microbatch: bool | None, adds: bool = False) -> Any:
+        If `forward` also returns the input or the norm's output, that is the residual.
+        """
+        return self._run(inp, is_first_microbatch, True, residual)
+
+    def _run(self, inp: torch.Tensor, is_first_microbatch: bool | None, *how: Any) -> Any:
         # With the parameters of this call for its recompute: `functional_call` restores others.
-        arguments = (inp, self.hidden_size, *self.chain_parameters(), is_first_microbatch, adds)
+        arguments = (inp, self.hidden_size, *self.chain_parameters(), is_first_microbatch, *how)
         if self.checkpoint and torch.is_grad_enabled() and not exporting():
             return checkpoint(
                 self._call,

@@ -52,16 +52,15 @@ def call_adding(flow: Flow, module: Any, residual: Any, *arguments: Any, **keywo
 
     Args:
         flow: runs the module, or lists its stages.
-        module: a `Linear`, `LayerNormMLP` or `MultiheadAttention`, without `return_bias`.
+        module: any module that returns one result, or, if `residual` is None, perhaps two.
         residual: None stands for the second result of the module, or, if it has only one, for its
             first argument.
         arguments: of the call.
         keywords: of the call.
     """
-    if flow.adds(module):
+    if flow.adds(module, residual):
         return flow.call_adding(module, residual, *arguments, **keywords)
-    results = flow.call(module, *arguments, **keywords)
-    out, *tap = results if isinstance(results, tuple) else (results,)
+    out = flow.call(module, *arguments, **keywords)
     if residual is None:
-        residual = tap[0] if tap else arguments[0]
+        out, residual = out if isinstance(out, tuple) else (out, arguments[0])
     return flow.run(RESIDUAL, out, residual)
