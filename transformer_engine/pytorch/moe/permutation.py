@@ -344,7 +344,9 @@ class _Scatter(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         ctx.dtype = rows.dtype
         sums = torch.zeros(count, rows.shape[1], dtype=torch.float32, device=rows.device)
-        return sums.index_add_(0, tokens, rows.float()).to(dtype)
+        sums.index_add_(0, tokens, rows.float())
+        # A copy in fp32, too, see `gather_rows` of attention.
+        return sums.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:

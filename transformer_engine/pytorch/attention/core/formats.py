@@ -214,7 +214,9 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> t
     """Rows `x[index]`, zero where `absent`."""
     if x.shape[0] == 0:
         return x.new_zeros(index.shape[0], *x.shape[1:])
-    return x.index_select(0, index).masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
+    # Not in place: Dynamo of torch 2.11 loses the gradient of an autograd function whose result is
+    # also the result of another operation in it.
+    return x.index_select(0, index).masked_fill(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
 
 
 def move_rows(x: torch.Tensor, maps: Maps) -> torch.Tensor:
