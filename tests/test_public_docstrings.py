@@ -23,7 +23,7 @@ WITHOUT_EXAMPLE = {
 }
 # Enumerations, and classes whose objects other functions make.
 WITHOUT_ARGUMENTS = {
-    *("ConversionReport", "DType", "UserBufferQuantizationMode"),
+    *("ConversionReport", "DType", "ManualOffloadSynchronizer", "UserBufferQuantizationMode"),
     *("QuantizedTensor", "QuantizedTensorStorage"),
 }
 PUBLIC = {

@@ -29,7 +29,7 @@ PATHS = {
     "transformer_engine.pytorch.attention.inference": ("InferenceParams",),
     "transformer_engine.pytorch.attention.multi_head_attention": ("MultiheadAttention",),
     "transformer_engine.pytorch.attention.rope": ("RotaryPositionEmbedding",),
-    "transformer_engine.pytorch.cpu_offload": ("mark_not_offload",),
+    "transformer_engine.pytorch.cpu_offload": ("ManualOffloadSynchronizer", "mark_not_offload"),
     "transformer_engine.pytorch.cross_entropy": ("parallel_cross_entropy",),
     "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker", "checkpoint"),
     "transformer_engine.pytorch.float8_tensor": ("Float8Tensor",),
@@ -113,10 +113,7 @@ MORE = {
         "dist_group_type",
     ),
     "transformer_engine.pytorch.cpp_extensions": ("general_gemm",),
-    "transformer_engine.pytorch.cpu_offload": (
-        "get_cpu_offload_context",
-        "ManualOffloadSynchronizer",
-    ),
+    "transformer_engine.pytorch.cpu_offload": ("get_cpu_offload_context",),
     "transformer_engine.pytorch.distributed": (
         "activation_recompute_forward",
         "allreduce",

@@ -76,6 +76,7 @@ from transformer_engine.pytorch.moe.permutation import (
     moe_unpermute,
 )
 from transformer_engine.pytorch.offload.context import get_cpu_offload_context, mark_not_offload
+from transformer_engine.pytorch.offload.manual import ManualOffloadSynchronizer
 from transformer_engine.pytorch.parallel.gradients import all_reduce_sequence_parallel_grads
 from transformer_engine.pytorch.parallelize.parallelize import parallelize
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
@@ -120,6 +121,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "ParallelReport",
     "QuantizedTensor",

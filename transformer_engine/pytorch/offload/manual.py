@@ -66,6 +66,16 @@ class ManualOffloadSynchronizer:
     stands for the last run. Each method returns at once, and is called at most once for each run of
     a layer, in the order below. A layer for which none is called stays on the device. The backward
     of a layer waits for its tensors, and copies back what `start_reload_layer` has not.
+
+    >>> import transformer_engine.pytorch as te
+    >>> context, sync, copies = te.get_cpu_offload_context(True, manual_synchronization=True)
+    >>> with context:
+    ...     y = te.Linear(16, 16, device="cpu")(torch.ones(16, 16))
+    >>> y = sync(y)
+    >>> copies.start_offload_layer(0)
+    >>> copies.release_activation_forward_gpu_memory(0)
+    >>> copies.start_reload_layer(0)
+    >>> y.sum().backward()
     """
 
     def __init__(self, offload: ManualOffload | None) -> None:
