@@ -165,6 +165,8 @@ MORE = {
         "MakeExtraOutput",
         "Quantize",
         "ReduceScatter",
+        "ScaledClampedQGeGLU",
+        "ScaledSReLU",
         "ScaledSwiGLU",
         "Sequential",
         "SwiGLU",

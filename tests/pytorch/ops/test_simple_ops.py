@@ -78,28 +78,69 @@ def test_length_of_vectors_of_several_sizes(device: str) -> None:
         torch.testing.assert_close(module(x), expected)
 
 
+def clamped(gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=1.0)
+    return gate * (1.5 * gate).sigmoid() * (linear.clamp(-1.0, 1.0) + 0.5)
+
+
+# Class, arguments, class without scales, definition of two halves.
+SCALED = {
+    "ScaledSwiGLU": (ops.ScaledSwiGLU, {}, ops.SwiGLU, lambda a, b: nn.functional.silu(a) * b),
+    "ScaledClampedQGeGLU": (
+        ops.ScaledClampedQGeGLU,
+        {"limit": 1.0, "alpha": 1.5, "glu_linear_offset": 0.5},
+        ops.ClampedSwiGLU,
+        clamped,
+    ),
+}
+
+
 @pytest.mark.parametrize("block", [None, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scaled_swiglu(dtype: torch.dtype, block: int | None, device: str) -> None:
-    module = ops.ScaledSwiGLU(glu_interleave_size=block)
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_gates(name: str, dtype: torch.dtype, block: int | None, device: str) -> None:
+    kind, arguments, unscaled_kind, defined = SCALED[name]
+    module = kind(glu_interleave_size=block, **arguments)
     x, scales = torch.randn(3, 5, 32).to(dtype), torch.rand(3, 5)
-    leaves = [one.to(device, copy=True).requires_grad_() for one in (x, scales)]
     exact = [one.double().requires_grad_() for one in (x, scales)]
     blocks = exact[0].unflatten(-1, (-1, 2, block or 16))
     gate, linear = blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
-    expected = nn.functional.silu(gate) * linear * exact[1][..., None]
+    expected = defined(gate, linear) * exact[1][..., None]
+    unscaled = unscaled_kind(glu_interleave_size=block, **arguments)
+    check_scaled(module, unscaled, (x, scales), exact, expected, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scaled_srelu(dtype: torch.dtype, device: str) -> None:
+    x, scales = torch.randn(3, 5, 32).to(dtype), torch.rand(3, 5)
+    exact = [one.double().requires_grad_() for one in (x, scales)]
+    expected = exact[0].relu().square() * exact[1][..., None]
+    check_scaled(ops.ScaledSReLU(), ops.SReLU(), (x, scales), exact, expected, device)
+
+
+def check_scaled(module, unscaled, inputs, exact, expected, device: str) -> None:
+    """Compare results and gradients with exact ones, and with scales of 1 the unscaled module."""
+    leaves = [one.to(device, copy=True).requires_grad_() for one in inputs]
+    dtype = inputs[0].dtype
     out = module(*leaves)
     assert out.dtype is dtype
     bound = 2 * BOUNDS[dtype]
     torch.testing.assert_close(out.double().cpu(), expected, rtol=bound, atol=bound)
     upstream = torch.randn(expected.shape).to(dtype)
     with torch.no_grad():
-        unscaled = ops.SwiGLU(glu_interleave_size=block)(leaves[0])
-        assert_bitwise(module(leaves[0], torch.ones_like(leaves[1])), unscaled)
+        assert_bitwise(module(leaves[0], torch.ones_like(leaves[1])), unscaled(leaves[0]))
     out.backward(upstream.to(device))
     expected.backward(upstream.double())
     for leaf, other in zip(leaves, exact, strict=True):
         torch.testing.assert_close(leaf.grad.double().cpu(), other.grad, rtol=bound, atol=4 * bound)
+
+
+def test_scales_in_a_sequence(device: str) -> None:
+    """An expert of a mixture: the scales are an extra input of the sequence."""
+    x, scales = torch.randn(16, 32, device=device), torch.rand(16, device=device)
+    for op in (ops.ScaledSReLU(), ops.ScaledClampedQGeGLU(glu_interleave_size=8)):
+        linear = ops.Linear(32, 32, device=device)
+        assert_bitwise(ops.Sequential(linear, op)(x, scales), op(linear(x), scales))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -209,6 +250,13 @@ def test_weights_of_a_linear_may_be_assigned(device: str) -> None:
             r"\[SwiGLU\] expected x of shape",
         ),
         (lambda: ops.ScaledSwiGLU(glu_interleave_size=0), ValueError, "glu_interleave_size >= 1"),
+        (lambda: ops.ScaledClampedQGeGLU(limit=0.0), ValueError, r"\[ScaledClampedQGeGLU\]"),
+        (lambda: ops.ClampedSwiGLU(glu_interleave_size=0), ValueError, "glu_interleave_size >= 1"),
+        (
+            lambda: ops.ScaledSReLU()(torch.ones(2, 4), torch.ones(4)),
+            ValueError,
+            r"\[ScaledSReLU\] expected scales of shape \(2,\), one for each row, got \(4,\)",
+        ),
     ],
 )
 def test_refusals(run: Callable[[], object], error: type[Exception], text: str) -> None:

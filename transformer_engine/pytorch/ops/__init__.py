@@ -21,7 +21,6 @@ from transformer_engine.pytorch.ops.activation import (
     ClampedSwiGLU,
     ReGLU,
     ReLU,
-    ScaledSwiGLU,
     SiLU,
     SReGLU,
     SReLU,
@@ -35,6 +34,11 @@ from transformer_engine.pytorch.ops.norm import L2Normalization, LayerNorm, RMSN
 from transformer_engine.pytorch.ops.operation import FusibleOperation, Sequential
 from transformer_engine.pytorch.ops.plain import ConstantScale, Dropout, Identity, Reshape
 from transformer_engine.pytorch.ops.quantize import Quantize
+from transformer_engine.pytorch.ops.scaled_activation import (
+    ScaledClampedQGeGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
 
 __all__ = [
     "GEGLU",
@@ -65,6 +69,8 @@ __all__ = [
     "Reshape",
     "SReGLU",
     "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
     "ScaledSwiGLU",
     "Sequential",
     "SiLU",

@@ -135,32 +135,15 @@ class SiLU(_Activation):
     kind = "silu"
 
 
-class SwiGLU(_Activation):
-    """`silu(a) * b`.
+class _Interleaved(_Activation):
+    """Base of gated activations whose halves may come in blocks."""
 
-    Args:
-        cache_quantized_input: as in all activations.
-        glu_interleave_size: None: `a` is the first half of the last axis. Else the axis consists of
-            blocks of this size, which belong to `a` and `b` in turn.
+    glu_interleave_size: int | None = None
 
-    Raises:
-        NotImplementedError: `cache_quantized_input=True`.
-        ValueError: a block size below 1.
-        TypeError: a block size that is not an int.
-
-    >>> SwiGLU()(torch.tensor([1.0, 2.0]))
-    tensor([1.4621])
-    """
-
-    kind = "swiglu"
-
-    def __init__(
-        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
-    ) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-        if glu_interleave_size is not None:
-            check_sizes(type(self).__name__, None, glu_interleave_size=glu_interleave_size)
-        self.glu_interleave_size = glu_interleave_size
+    def _interleave(self, size: int | None) -> None:
+        if size is not None:
+            check_sizes(type(self).__name__, None, glu_interleave_size=size)
+        self.glu_interleave_size = size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the activation.
@@ -187,53 +170,33 @@ class SwiGLU(_Activation):
         return super().forward(x.unflatten(-1, (-1, 2, block)).transpose(-3, -2).flatten(-3))
 
 
-class ScaledSwiGLU(SwiGLU):
-    """`silu(a) * b`, with each row multiplied by a scale, which is an extra input.
-
-    In a mixture of experts, the scales are the probabilities of tokens.
+class SwiGLU(_Interleaved):
+    """`silu(a) * b`.
 
     Args:
-        glu_interleave_size: see `SwiGLU`.
+        cache_quantized_input: as in all activations.
+        glu_interleave_size: None: `a` is the first half of the last axis. Else the axis consists of
+            blocks of this size, which belong to `a` and `b` in turn.
 
     Raises:
+        NotImplementedError: `cache_quantized_input=True`.
         ValueError: a block size below 1.
         TypeError: a block size that is not an int.
 
-    >>> ScaledSwiGLU()(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([1.0, 0.5]))
-    tensor([[1.4621],
-            [0.7311]])
+    >>> SwiGLU()(torch.tensor([1.0, 2.0]))
+    tensor([1.4621])
     """
 
-    num_extra_inputs = 1
+    kind = "swiglu"
 
-    def __init__(self, *, glu_interleave_size: int | None = None) -> None:
-        super().__init__(glu_interleave_size=glu_interleave_size)
-
-    def forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Apply the activation.
-
-        Args:
-            x: see `SwiGLU`.
-            scales: of the shape of `x` without its last axis, fp32, fp16 or bf16.
-
-        Returns:
-            `(..., n / 2)`, in the dtype of `x`, or of `torch.autocast` where that is on.
-
-        Raises:
-            ValueError: shapes that do not fit.
-            TypeError: arguments that are not dense tensors.
-        """
-        check_tensors("ScaledSwiGLU", scales=scales)
-        if isinstance(x, torch.Tensor) and scales.shape != x.shape[:-1]:
-            raise ValueError(
-                f"[ScaledSwiGLU] expected scales of shape {tuple(x.shape[:-1])}, one for each row, "
-                f"got {tuple(scales.shape)}"
-            )
-        out = super().forward(x)
-        return (out * scales.unsqueeze(-1)).to(out.dtype)
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self._interleave(glu_interleave_size)
 
 
-class ClampedSwiGLU(_Activation):
+class ClampedSwiGLU(_Interleaved):
     """`g * sigmoid(alpha g) * (h + glu_linear_offset)` with both halves clamped, as in gpt-oss.
 
     `g` is the first half, clamped to at most `limit`; `h` is the second half, clamped to `-limit`
@@ -244,8 +207,10 @@ class ClampedSwiGLU(_Activation):
         alpha: above 0; 1.702 makes the sigmoid unit nearly a GELU.
         glu_linear_offset: added to the second half.
         cache_quantized_input: as in all activations.
+        glu_interleave_size: as in `SwiGLU`.
 
     Raises:
+        NotImplementedError: `cache_quantized_input=True`.
         TypeError: arguments that are not numbers.
         ValueError: numbers out of range.
 
@@ -262,7 +227,9 @@ class ClampedSwiGLU(_Activation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
         cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
     ) -> None:
         params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
-        numbers = activation_parameters(CLAMPED_SWIGLU, params, "ClampedSwiGLU")
+        numbers = activation_parameters(CLAMPED_SWIGLU, params, type(self).__name__)
         self._build(numbers, cache_quantized_input)
+        self._interleave(glu_interleave_size)
