@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases.attention import BACKENDS, cu_seqlens
 from cases.attention import module as make_module
+from rulers import assert_bitwise
 
 from transformer_engine.pytorch.attention import _get_qkv_layout
 from transformer_engine.pytorch.attention import core_attention as core
@@ -130,3 +131,52 @@ def test_packed_sequences(device, layout):
     torch.testing.assert_close(out, module(*alone, cu_seqlens_q=ends, cu_seqlens_kv=ends))
     out.square().sum().backward()
     assert all(x.grad is not None and x.grad.shape == x.shape for x in packed)
+
+
+@pytest.mark.parametrize(
+    ("qkv_format", "layout"), [x for x in LAYOUTS if "3" in x[1] or "2" in x[1]]
+)
+def test_packed_arguments(device, qkv_format, layout):
+    """Results and gradients are those of the three views, without a copy in between."""
+    packed, parts = make_packed(layout, device)
+    named = {"qkv_layer": packed[0]} if len(packed) == 1 else {"kv_layer": packed[1]}
+    queries = {} if len(packed) == 1 else {"query_layer": packed[0]}
+    axis = -2 if layout.endswith(("3d", "2d")) else -3
+    mask_type, ends = "causal", {}
+    if qkv_format == "thd":
+        mask_type, lengths = "padding_causal", cu_seqlens([5, 7], device)
+        ends = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    module = make_module(qkv_format=qkv_format, attn_mask_type=mask_type)
+    expected = module(*parts, **ends)
+    upstream = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, packed, upstream)
+    out = module(**queries, **named, qkv_interleave_dim=axis, **ends)
+    assert_bitwise(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out, packed, upstream), wanted)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axis", "error", "text"),
+    [
+        (
+            {"qkv_layer": (6, 2, 3, 4, 8), "key_layer": (6, 2, 4, 8)},
+            -3,
+            ValueError,
+            "got key_layer, q",
+        ),
+        (
+            {"kv_layer": (6, 2, 2, 4, 8)},
+            -3,
+            ValueError,
+            "or query_layer and kv_layer, got kv_layer",
+        ),
+        ({"qkv_layer": (6, 2, 3, 4, 8)}, -2, ValueError, r"3 parts along dimension -2, got \(6, 2"),
+        ({"qkv_layer": (6, 2, 3, 4, 8)}, 2, ValueError, "qkv_interleave_dim -3 or -2, got 2"),
+        ({"qkv_layer": (8,)}, -3, ValueError, r"3 parts along dimension -3, got \(8,\)"),
+        ({"query_layer": (6, 2, 4, 8)}, -3, TypeError, "key_layer to be a torch.Tensor, got None"),
+    ],
+)
+def test_packed_arguments_that_do_not_fit(shapes, axis, error, text):
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    with pytest.raises(error, match=text):
+        make_module()(**tensors, qkv_interleave_dim=axis)

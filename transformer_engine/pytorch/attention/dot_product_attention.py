@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.backends import exported
@@ -24,14 +23,11 @@ from transformer_engine.pytorch.attention.core.arguments import (
 )
 from transformer_engine.pytorch.attention.core.call import (
     NO_DROPOUT,
-    NO_SINK,
     AttentionMask,
     Call,
     CallArguments,
     Dropout,
-    Sink,
     call_shape,
-    check_softmax_type,
 )
 from transformer_engine.pytorch.attention.core.casts import (
     GEMMS,
@@ -40,6 +36,8 @@ from transformer_engine.pytorch.attention.core.casts import (
     casts_of_part,
     wants_fp8,
 )
+from transformer_engine.pytorch.attention.core.packed_inputs import unpacked
+from transformer_engine.pytorch.attention.core.sinks import HasSink
 from transformer_engine.pytorch.attention.core_attention import CoreAttention
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
 from transformer_engine.pytorch.attention.max_logit import max_logit
@@ -52,8 +50,6 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
-from transformer_engine.pytorch.module.parallel_mode import value_for_each_head
-from transformer_engine.pytorch.module.parameters import HasParameters, ParameterSet
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.rng import check_tracker, tracker_from
 
@@ -61,7 +57,7 @@ _OF_MORE = {"fp8_output", "inference_params"}
 
 
 @joins_chains
-class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledModule):
+class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:
@@ -110,7 +106,6 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
     """
 
     former_extra_state = "fused_attention._extra_state"
-    softmax_offset: nn.Parameter
 
     def __init__(
         self,
@@ -165,13 +160,6 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
         self.get_rng_state_tracker = get_rng_state_tracker
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def _add_sink(self, softmax_type: str) -> None:
-        self.softmax_type = check_softmax_type(softmax_type)
-        self._parameter_set = ParameterSet(None)
-        if softmax_type == "learnable":
-            offset = value_for_each_head("softmax_offset", self.local_heads, self.ranks)
-            self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
-
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
@@ -183,9 +171,9 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
     @names_layer
     def forward(
         self,
-        query_layer: torch.Tensor,
-        key_layer: torch.Tensor,
-        value_layer: torch.Tensor,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
         attention_mask: AttentionMask | None = None,
         qkv_format: str | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
@@ -207,6 +195,9 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
         pad_between_seqs: bool | None = None,
         fp8_output: bool = False,
         num_splits: int = 1,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
     ) -> Any:
         """Compute attention.
 
@@ -240,6 +231,12 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
             pad_between_seqs: without effect: the two arguments above say it.
             fp8_output: not implemented.
             num_splits: without effect.
+            qkv_layer: queries, keys and values in one tensor, instead of the first three arguments:
+                `[sequence, batch, 3, heads, size]`, or as `qkv_format` says.
+            kv_layer: keys and values in one tensor, instead of the second and third argument:
+                `[sequence, batch, 2, heads, size]`, or as `qkv_format` says.
+            qkv_interleave_dim: the dimension of 3 or 2 of these: -3, or -2 if it is behind the
+                heads.
 
         Returns:
             `[sequence, batch, heads * size of a value]`, or as `qkv_format` says. With
@@ -251,7 +248,10 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
                 no backend takes, with the reason of each.
             TypeError: dtypes that are not supported or differ.
         """
-        query, key, value = checked_inputs(query_layer, key_layer, value_layer)
+        inputs: tuple[Any, Any, Any] = (query_layer, key_layer, value_layer)
+        if qkv_layer is not None or kv_layer is not None:
+            inputs = unpacked(*inputs, qkv_layer, kv_layer, qkv_interleave_dim)
+        query, key, value = checked_inputs(*inputs)
         own = arguments_of(
             self,
             attention_mask,
@@ -366,14 +366,6 @@ class DotProductAttention(SharesContext, HasParameters, SharedByRanks, ScaledMod
             self.context,
             max_logit=self.return_max_logit,
         )
-
-    def _sink(self, device: torch.device) -> Sink:
-        if self.softmax_type == "vanilla":
-            return NO_SINK
-        if self.softmax_type == "learnable":
-            return Sink("learnable", self.softmax_offset)
-        zeros = torch.zeros(self.local_heads, dtype=torch.float32, device=device)
-        return Sink(self.softmax_type, zeros)
 
     def _drops(self) -> bool:
         return self.training and self.attention_dropout > 0.0
