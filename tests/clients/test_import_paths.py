@@ -91,7 +91,10 @@ PATHS = {
 }
 # {module: names} that are not at the top of `transformer_engine.pytorch`.
 MORE = {
-    "transformer_engine.pytorch.attention": ("apply_rotary_pos_emb",),
+    "transformer_engine.pytorch.attention": (
+        "apply_fused_qkv_rotary_pos_emb",
+        "apply_rotary_pos_emb",
+    ),
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": (
         "generate_positional_ids_for_cp",
         "get_batch_on_this_cp_rank",
@@ -102,7 +105,10 @@ MORE = {
         "NonPagedKVCacheManager",
         "PagedKVCacheManager",
     ),
-    "transformer_engine.pytorch.attention.rope": ("apply_rotary_pos_emb",),
+    "transformer_engine.pytorch.attention.rope": (
+        "apply_fused_qkv_rotary_pos_emb",
+        "apply_rotary_pos_emb",
+    ),
     "transformer_engine.pytorch.constants": (
         "AttnBiasTypes",
         "AttnMaskTypes",
