@@ -72,6 +72,7 @@ _READ = (
     *_ATTENTION,
     *_DEVICE,
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
     "TE_ONE_SHOT_COLLECTIVES",
     "TE_CUBLASLT_PATH",
     "TE_CUDNN_PATH",
@@ -146,6 +147,11 @@ def device_variables() -> DeviceVariables:
 def block_scaling_fp32_scales() -> bool:
     """NVTE_FP8_BLOCK_SCALING_FP32_SCALES: whether scales of blocks may be any fp32 numbers."""
     return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0").strip() == "1"
+
+
+def current_scaling_power_2_scales() -> bool:
+    """NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES: whether current scaling rounds scales down."""
+    return os.environ.get("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0").strip() == "1"
 
 
 def one_shot_collectives() -> bool:

@@ -277,7 +277,8 @@ class Float8CurrentScaling(Recipe):
     """Scales from the amax of the tensor itself: `fp8_max / max |x|`.
 
     Args:
-        use_power_2_scales: round every scale down to a power of two.
+        use_power_2_scales: round every scale down to a power of two; the default is the value of
+            the variable NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES, and False if it is not set.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         fp8_quant_fwd_inp: how activations are quantised.
         fp8_quant_fwd_weight: how weights are quantised.
@@ -295,7 +296,7 @@ class Float8CurrentScaling(Recipe):
     <Format.HYBRID: _FormatRange(max_fwd=448.0, max_bwd=57344.0)>
     """
 
-    use_power_2_scales: bool = False
+    use_power_2_scales: bool = field(default_factory=_env.current_scaling_power_2_scales)
     fp8_format: Format = Format.HYBRID
     fp8_quant_fwd_inp: QParams = field(default_factory=QParams)
     fp8_quant_fwd_weight: QParams = field(default_factory=QParams)

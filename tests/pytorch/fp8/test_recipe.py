@@ -209,6 +209,22 @@ def test_block_scaling_says_what_the_quantizers_do(monkeypatch) -> None:
     assert Float8BlockScaling().use_f32_scales and Float8BlockScaling() != b
 
 
+def test_current_scaling_reads_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes that are made later round scales down; an explicit argument stands above it."""
+    before = Float8CurrentScaling()
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
+    assert not before.use_power_2_scales and Float8CurrentScaling().use_power_2_scales
+    assert Float8CurrentScaling(use_power_2_scales=False) == before
+    layer, x = te.Linear(16, 16, bias=False, device="cpu"), torch.randn(16, 16)
+    results = []
+    for each in (Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True), before):
+        with te.autocast(recipe=each):
+            results.append(layer(x))
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
+    assert not Float8CurrentScaling().use_power_2_scales
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
