@@ -133,6 +133,7 @@ MORE = {
         "reduce_scatter_along_first_dim",
         "set_all_rng_states",
     ),
+    "transformer_engine.pytorch.export": ("is_in_onnx_export_mode", "te_translation_table"),
     "transformer_engine.pytorch.fp8": (
         "DelayedScaling",
         "FP8GlobalStateManager",

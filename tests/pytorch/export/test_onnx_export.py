@@ -28,7 +28,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.export.onnx import is_in_onnx_export_mode
+from transformer_engine.pytorch.export.onnx import is_in_onnx_export_mode, te_translation_table
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import current_scales
 
@@ -89,6 +89,14 @@ def test_norms_and_activations(device):
         *(te.LayerNormMLP(16, 32, activation=kind, device=device) for kind in kinds),
     )
     check(model, (torch.randn(2, 4, 16),), (torch.randn(3, 8, 16),))
+
+
+def test_the_table_that_programs_for_another_package_pass():
+    """The graph is that of an export without the table."""
+    model, x = te.LayerNormMLP(HIDDEN, FFN, device="cpu"), (torch.randn(2, 16, HIDDEN),)
+    table = {"custom_translation_table": te_translation_table}
+    proto = check(model, x, x, RECIPES["delayed"], None, **table)
+    assert proto.graph == export(model, x, RECIPES["delayed"], None).graph
 
 
 def test_scales_that_are_powers_of_2():

@@ -7,7 +7,7 @@ QuantizeLinear and DequantizeLinear, which runtimes fuse with the GEMM that foll
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from importlib import import_module
 from typing import Any
@@ -27,6 +27,10 @@ _VALUES = {  # the values of all 256 codes
 # Zero points, whose dtype selects the float8 type. They are constants of the graph, because ONNX
 # cannot compute with float8.
 _ZERO = {format: torch.zeros((), dtype=dtype, device="cpu") for format, dtype in TORCH_FP8.items()}
+
+# For the `custom_translation_table` of `torch.onnx.export`, which programs for NVIDIA's package
+# pass. It is empty, because the graph has no operators that torch does not know.
+te_translation_table: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class onnx_export(ContextDecorator):
