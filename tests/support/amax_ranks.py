@@ -25,3 +25,36 @@ def scales_of_a_group(rank: int) -> list[tuple[float, float]]:
     group = dist.new_group([0, 1])
     recipes = [DelayedScaling(amax_history_len=4, reduce_amax=reduce) for reduce in (True, False)]
     return [_scales(rank, recipe, group) for recipe in recipes]
+
+
+def quantizers_of_a_group(rank: int) -> dict[str, bool]:
+    """Whether casts of the ranks' rows have the codes and the scale of a cast of all rows."""
+    torch.manual_seed(0)
+    whole = torch.randn(32, 32, device=here()) * torch.tensor([[1.0], [5.0]]).repeat_interleave(
+        16, dim=0
+    ).to(here())
+    own = whole.chunk(2)[rank]
+    kind = te.DType.kFloat8E4M3
+    expected = te.Float8CurrentScalingQuantizer(kind, force_pow_2_scales=True)(whole)
+    found = {}
+    for name, group in (("group", dist.new_group([0, 1])), ("all ranks", None)):
+        quantizer = te.Float8CurrentScalingQuantizer(
+            kind, with_amax_reduction=True, amax_reduction_group=group, force_pow_2_scales=True
+        )
+        made = quantizer.copy()(own)
+        scales = torch.equal(made._scale_inv, expected._scale_inv)
+        found[name] = scales and torch.equal(made._data, expected._data.chunk(2)[rank])
+        if rank == 0:  # without the other rank
+            quantizer.make_empty(own.shape, device=here())
+        made = quantizer.make_empty(own.shape, device=here())
+        made.quantize_(torch.ones_like(own) * (rank + 1))  # writes are casts, too
+        found[f"{name}, written"] = made._scale_inv[1].item() == 128.0
+    one = te.Float8CurrentScalingQuantizer(
+        kind,
+        with_amax_reduction=True,
+        amax_reduction_group=[dist.new_group([each]) for each in (0, 1)][rank],
+        force_pow_2_scales=True,
+    )
+    alone = te.Float8CurrentScalingQuantizer(kind, force_pow_2_scales=True)(own)
+    found["one rank"] = torch.equal(one(own)._scale_inv, alone._scale_inv)
+    return found

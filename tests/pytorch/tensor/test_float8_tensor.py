@@ -199,3 +199,16 @@ def test_native_code_and_missing_quantizers_refuse_clearly() -> None:
     bare.requires_grad_(False)
     with pytest.raises(RuntimeError, match="expected a quantizer to write with"):
         bare.mul_(2)
+
+
+def test_a_reduction_of_amaxes_in_one_process(device):
+    """Without torch.distributed the amax is that of the tensor."""
+    x, kind = torch.randn(16, 32, device=device), te.DType.kFloat8E4M3
+    reducing = te.Float8CurrentScalingQuantizer(kind, with_amax_reduction=True)
+    alone = te.Float8CurrentScalingQuantizer(kind)
+    assert torch.equal(reducing(x)._data, alone(x)._data)
+    # A fused kernel cannot find the scale, and casts of several tensors cannot share a launch.
+    assert alone.fused_arguments(None).current and not reducing.fused_arguments(None).current
+    assert alone.casts_many and not reducing.casts_many
+    with pytest.raises(TypeError, match="expected amax_reduction_group to be a process group"):
+        te.Float8CurrentScalingQuantizer(kind, amax_reduction_group="data")

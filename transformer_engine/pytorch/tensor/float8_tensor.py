@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
+    FusedArguments,
     OperandRequest,
     Operands,
     scale_pair,
@@ -20,6 +22,7 @@ from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
+from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.tensor.making import TensorMaking
 from transformer_engine.pytorch.tensor.quantized_tensor import Parts
 from transformer_engine.pytorch.tensor.shards import ShardableTensor
@@ -267,8 +270,14 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
         device: accepted for older callers; results lie where the input does.
         rowwise: make codes.
         columnwise: make transposed codes.
+        with_amax_reduction: take the amax over all ranks of a group, which hold parts of one tensor
+            and all cast at the same time.
+        amax_reduction_group: this group; None is all ranks.
         force_pow_2_scales: round scales down to powers of two.
         amax_epsilon: smaller amaxes are raised to this value.
+
+    Raises:
+        TypeError: `amax_reduction_group` is no process group.
 
     >>> import torch
     >>> quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
@@ -283,12 +292,40 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
     ) -> None:
+        check_group(type(self).__name__, "amax_reduction_group", amax_reduction_group)
         self.dtype = DType.of(fp8_dtype)
         super().__init__(int(self.dtype), force_pow_2_scales, amax_epsilon)
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.casts_many = not with_amax_reduction  # each cast has a collective
+
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
+        """Find the scale, of all ranks where amaxes are reduced, then cast."""
+        if not (self.with_amax_reduction and dist.is_available() and dist.is_initialized()):
+            return super().operands(x, request)
+        group = self.amax_reduction_group
+        group = dist.group.WORLD if group is None else group
+        return self.of_shards(group).operands(x, request)
+
+    def make_empty(self, shape: Sequence[int], **options: Any) -> Float8Tensor:
+        """See `TensorMaking`; no rank waits for others."""
+        alone = self.copy()
+        alone.with_amax_reduction = False
+        made = super(Float8CurrentScalingQuantizer, alone).make_empty(shape, **options)
+        made._quantizer = self
+        return made
+
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
+        """The fused kernel finds the scale, but for reduced amaxes only makes the plain tensor."""
+        if self.with_amax_reduction:
+            return FusedArguments(True, epsilon=0.0)
+        return super().fused_arguments(request)
 
     @classmethod
     def of(cls, quantizer: CurrentQuantizer) -> Float8CurrentScalingQuantizer:
