@@ -150,3 +150,45 @@ def test_fp8_parameters():
         module = layer()
     assert module.fp8_parameters and not layer().fp8_parameters
     assert module.init_fp8_metadata(num_gemms=1) is None
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "MultiheadAttention"])
+def test_scales_start_anew(kind):
+    """After a reset, a module computes as a copy that never ran."""
+    modules = {
+        "Linear": layer,
+        "GroupedLinear": lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
+        "MultiheadAttention": lambda: te.MultiheadAttention(32, 2, 16, 0.0, device="cpu"),
+    }
+    module = modules[kind]()
+    fresh = copy.deepcopy(module)
+    recipe = DelayedScaling(amax_history_len=3, fp8_dpa=kind == "MultiheadAttention")
+    x = 100 * torch.randn(16, 2, 32) if kind == "MultiheadAttention" else 100 * torch.randn(16, 32)
+    more = ([8, 8],) if kind == "GroupedLinear" else ()
+
+    def run(one):
+        with te.fp8_autocast(fp8_recipe=recipe):
+            out = one(x, *more)
+        out.sum().backward()
+        return out
+
+    first, second = run(module), run(module)
+    assert not torch.equal(first, second)
+    parts = [one for one in module.modules() if hasattr(one, "reset_fp8_meta_tensors")]
+    for one in parts:
+        one.reset_fp8_meta_tensors()
+    for one in parts:
+        for state in one.scaling.values():
+            assert state.scale.eq(1).all() and not state.amax_history.any()
+    assert torch.equal(run(module), first) and torch.equal(run(fresh), first)
+    assert torch.equal(run(module), second) and torch.equal(run(fresh), second)
+
+
+def test_a_reset_keeps_addresses():
+    module = step(layer())
+    before = [state.room.data_ptr() for state in module.scaling.values()]
+    module.reset_fp8_meta_tensors()
+    assert [state.room.data_ptr() for state in module.scaling.values()] == before
+    key = te.fp8.FP8GlobalStateManager.get_meta_tensor_key
+    assert module.fp8_meta[key(forward=True)].scale is module.scaling[FORWARD].scale
+    assert module.fp8_meta[key(forward=False)].scale is module.scaling[BACKWARD].scale

@@ -140,6 +140,18 @@ class ScaledModule(OptionalExtraState, nn.Module):
         self.scaling = restored
         self.drop_plans()
 
+    def reset_fp8_meta_tensors(self) -> None:
+        """Set scales of delayed scaling to 1 and amaxes to 0, as in a module that never ran.
+
+        They are written in place, so that captured CUDA graphs read the new values. Modules inside
+        of this one, such as the attention of a layer, have methods of their own.
+        """
+        process_state().flush()
+        own: Any = self
+        for part in own.parts() if self.joint_state else (self,):
+            for state in part.scaling.values():
+                state.reset()
+
     @property
     def fp8_meta(self) -> Fp8Meta:
         """Recipe, scales and amaxes, to be read under the names that `Fp8Meta` lists."""

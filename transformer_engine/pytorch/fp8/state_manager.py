@@ -85,6 +85,15 @@ class FP8GlobalStateManager:
         return autocast_stack().scope.group
 
     @classmethod
+    def get_meta_tensor_key(cls, forward: bool = True) -> str:
+        """The key of scales and amaxes in `module.fp8_meta`, see `Fp8Meta`.
+
+        Args:
+            forward: True for inputs and weights, False for gradients.
+        """
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """Update the scales of delayed scaling now, and roll the histories.
 
