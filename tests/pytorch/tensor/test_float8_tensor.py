@@ -212,3 +212,31 @@ def test_a_reduction_of_amaxes_in_one_process(device):
     assert alone.casts_many and not reducing.casts_many
     with pytest.raises(TypeError, match="expected amax_reduction_group to be a process group"):
         te.Float8CurrentScalingQuantizer(kind, amax_reduction_group="data")
+
+
+def test_tensors_of_codes(device):
+    """Codes and the scale of a quantizer give the tensor that the quantizer has made of values."""
+    kind = te.DType.kFloat8E5M2
+    scale, amax = torch.tensor([3.0], device=device), torch.zeros(1, device=device)
+    quantizer = te.Float8Quantizer(scale, amax, kind)
+    made = quantizer(torch.randn(16, 32, device=device).bfloat16())
+    scale.copy_(made._scale_inv[1:])
+    again = quantizer.create_tensor_from_data(made._data, torch.bfloat16, requires_grad=True)
+    assert again.dtype is torch.bfloat16 and again.requires_grad and again._data is made._data
+    assert_bitwise(again.dequantize(), made.dequantize())
+    scale.fill_(1.0)  # a later update
+    assert_bitwise(again.dequantize(), made.dequantize())
+    with torch.no_grad():
+        again.mul_(2.0)
+    assert amax.item() > 0 and again._scale_inv[1].item() == 1.0
+    with pytest.raises(TypeError, match=r"expected data to be codes of uint8, got torch\.float32"):
+        quantizer.create_tensor_from_data(torch.ones(2))
+
+
+def test_settings_of_quantizers():
+    kind, settings = te.DType.kFloat8E4M3, {"amax_epsilon": 0.5, "force_pow_2_scales": True}
+    current = te.Float8CurrentScalingQuantizer(kind, **settings)
+    block = te.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, **settings)
+    for quantizer in (current, block):
+        assert quantizer.amax_epsilon == 0.5 and quantizer.force_pow_2_scales is True
+    assert current.is_quantizable(torch.ones(3, 5)) and not block.is_quantizable(torch.ones(3, 5))

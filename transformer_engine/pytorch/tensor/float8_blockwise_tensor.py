@@ -16,7 +16,7 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.kernels.transpose import transpose_blocks
 from transformer_engine.pytorch.scale_layout import block_layout
-from transformer_engine.pytorch.tensor.making import TensorMaking
+from transformer_engine.pytorch.tensor.making import FindsScales, TensorMaking
 from transformer_engine.pytorch.tensor.quantized_tensor import Parts
 from transformer_engine.pytorch.tensor.shards import ShardableTensor
 from transformer_engine.pytorch.tensor.writing import ranks_of
@@ -233,7 +233,7 @@ def _parts(rowwise: Side | None, columnwise: Side | None) -> Parts:
     return tuple(found)
 
 
-class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
+class Float8BlockQuantizer(FindsScales, TensorMaking, BlockQuantizer):
     """Quantises blocks with the scales of the tensor in hand; calling it gives a tensor.
 
     Args:

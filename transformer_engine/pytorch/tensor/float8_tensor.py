@@ -23,7 +23,7 @@ from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.parallel.groups import check_group
-from transformer_engine.pytorch.tensor.making import TensorMaking
+from transformer_engine.pytorch.tensor.making import FindsScales, TensorMaking
 from transformer_engine.pytorch.tensor.quantized_tensor import Parts
 from transformer_engine.pytorch.tensor.shards import ShardableTensor
 
@@ -256,13 +256,45 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
         super().__init__(scale, amax, int(self.dtype))
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Float8Tensor:
+        """A tensor of codes that were made with this scale, as it is now.
+
+        Args:
+            data: uint8 codes, which the tensor shares.
+            fake_dtype: nominal dtype.
+            requires_grad: autograd records operations on it.
+            internal: without effect: there is one class of tensors.
+
+        Raises:
+            TypeError: `data` is no tensor of uint8.
+
+        >>> quantizer = Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), DType.kFloat8E4M3)
+        >>> codes = torch.tensor([[0x40]], dtype=torch.uint8)
+        >>> quantizer.create_tensor_from_data(codes).dequantize()
+        tensor([[1.]])
+        """
+        if not isinstance(data, torch.Tensor) or data.dtype is not torch.uint8:
+            kind = data.dtype if isinstance(data, torch.Tensor) else type(data).__name__
+            raise TypeError(f"[Float8Quantizer] expected data to be codes of uint8, got {kind}")
+        assert self.scale is not None
+        scales = torch.cat([self.scale.reciprocal(), self.scale])
+        return Float8Tensor(
+            data.shape, fake_dtype, data, scales, self.dtype, requires_grad, quantizer=self
+        )
+
     @classmethod
     def of(cls, quantizer: DelayedQuantizer) -> Float8Quantizer:
         """The public quantizer with the same cast as a quantizer of modules."""
         return cls(quantizer.scale, quantizer.amax, quantizer.format)  # type: ignore[arg-type]
 
 
-class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
+class Float8CurrentScalingQuantizer(FindsScales, _Float8Making, CurrentQuantizer):
     """Quantises with the scale that follows from the amax of the tensor itself.
 
     Args:

@@ -90,6 +90,10 @@ class TensorMaking:
         self._check(tensor)
         self.record_amax(tensor.detach().contiguous())  # type: ignore[attr-defined]
 
+    def is_quantizable(self, tensor: torch.Tensor) -> bool:
+        """Whether parts of the tensor's tokens can be cast alone; with one scale always."""
+        return True
+
     def copy(self) -> Any:
         """A copy whose usages can be set separately; it shares scale and amax with this one."""
         return copy.copy(self)
@@ -116,3 +120,20 @@ class TensorMaking:
         if needs_grad and torch.is_grad_enabled() and out is None and dtype is None:
             return Quantize.apply(tensor, self)
         return self.quantize(tensor, out=out, dtype=dtype)
+
+
+class FindsScales:
+    """The settings of quantizers that find scales themselves, under their documented names."""
+
+    power_of_2: bool
+    epsilon: float
+
+    @property
+    def force_pow_2_scales(self) -> bool:
+        """Whether scales are rounded down to powers of two."""
+        return self.power_of_2
+
+    @property
+    def amax_epsilon(self) -> float:
+        """The value to which smaller amaxes are raised."""
+        return self.epsilon
