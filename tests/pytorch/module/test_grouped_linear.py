@@ -1,6 +1,7 @@
 """`GroupedLinear` computes what a separate Linear computes for each part of the rows."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -220,6 +221,20 @@ def test_refusals() -> None:
         te.GroupedLinear(2, 32, 16, colour="red")
     with pytest.raises(TypeError, match="unexpected keyword argument parameters_split"):
         te.GroupedLinear(2, 16, 16, parameters_split=("a", "b"))
+
+
+def test_keywords_of_parameters_in_one_tensor() -> None:
+    """Their defaults are taken; programs look in the signature whether others are possible."""
+    defaults = {"single_grouped_weight": False, "single_grouped_bias": False}
+    grouped = te.GroupedLinear(2, 16, 16, use_grouped_tensor=None, device="cpu", **defaults)
+    names = ["weight0", "weight1", "bias0", "bias1"]
+    assert [name for name, _ in grouped.named_parameters()] == names
+    assert inspect.signature(te.GroupedLinear).parameters.keys().isdisjoint(defaults)
+    for name in (*defaults, "use_grouped_tensor"):
+        with pytest.raises(
+            NotImplementedError, match=rf"expected {name}=.* got True \(layer moe\)"
+        ):
+            te.GroupedLinear(2, 16, 16, name="moe", **{name: True})
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor, lambda s: [*map(np.int64, s)], tuple])

@@ -24,6 +24,10 @@ from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parall
 from transformer_engine.pytorch.module.parameters import ParameterSpec
 from transformer_engine.pytorch.module.settings import Setting
 
+# Keywords of newer versions of the API, with the only value that is implemented. They are not in
+# the signature, because programs look there whether other values are possible.
+_LATER = {"single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None}
+
 
 class _Part(Linear):
     """A Linear that ranks share without collectives."""
@@ -126,6 +130,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     Raises:
         ValueError: no parts, or what `Linear` refuses; `parallel_mode="row"` with a bias that every
             rank would add; arguments that switch overlap of communication on.
+        NotImplementedError: parameters of all parts in one tensor (`single_grouped_weight`,
+            `single_grouped_bias`, `use_grouped_tensor`).
         TypeError: unknown arguments.
 
     >>> import torch
@@ -161,6 +167,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._parts: tuple[Linear, ...] = ()
         super().__init__(num_gemms, name, in_features=in_features, out_features=out_features)
         check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
+        _refuse_later(self.name, arguments)
         if "parameters_split" in arguments:
             raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
         on = [key for key, flag in arguments.items() if key.startswith("ub_") and flag is True]
@@ -361,6 +368,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         outputs = [result[0] for result in results] if returns_bias else results
         out = torch.cat(outputs).view(*inp.shape[:-1], self.out_features)
         return (out, [bias for _, bias in results]) if returns_bias else out
+
+
+def _refuse_later(layer: str, arguments: dict[str, Any]) -> None:
+    """Take the keywords of `_LATER` out of the arguments."""
+    for name in arguments.keys() & _LATER.keys():
+        value = arguments.pop(name)
+        if value is not _LATER[name]:
+            raise NotImplementedError(
+                f"[GroupedLinear] expected {name}={_LATER[name]}, the only value that is"
+                f" implemented, got {value!r} (layer {layer})"
+            )
 
 
 def _joined(states: list[ScalingState]) -> ScalingState:
