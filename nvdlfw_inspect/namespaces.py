@@ -61,6 +61,12 @@ class Namespace:
         result = manager.call(self._name, api_name, layer_name=layer_name, **kwargs)
         return {} if result is None and self._name == "base" else result
 
+    def step(self) -> None:
+        """Called when an iteration ends: nothing to do."""
+
+    def end_debug(self) -> None:
+        """Called when the session ends: nothing to do."""
+
 
 def find_namespace(name: str) -> Any:
     """Return a call of `base`, a namespace, or None for an unknown name."""

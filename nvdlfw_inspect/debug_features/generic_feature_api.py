@@ -1,10 +1,12 @@
-"""How features of the namespace `base` read their configuration."""
+"""The namespace `base`, and how its features read their configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from nvdlfw_inspect.base import BaseConfigAPIMapper, parsed_by_engine
+from nvdlfw_inspect.namespaces import Namespace
+from nvdlfw_inspect.registry import Registry
 
 
 class GenericConfigAPIMapper(BaseConfigAPIMapper):
@@ -33,3 +35,23 @@ class GenericConfigAPIMapper(BaseConfigAPIMapper):
             return True, written
         found = self._process_tensor_config(written, kwargs["tensor_name"])
         return found is not None, found
+
+
+@Registry.register_namespace_api(namespace="base")
+class GenericFrameworkAPI(Namespace):
+    """`nvdlfw_inspect.api.base`, and the calls of `base` that `nvdlfw_inspect.api` has itself."""
+
+    def __init__(self) -> None:
+        super().__init__("base")
+
+    def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
+        """Call a method of the features of a layer, see `Namespace.route_api`.
+
+        Raises:
+            ValueError: `log_tensor_stats` is called without `tensor` or without `tensor_name`.
+        """
+        if api_name == "log_tensor_stats":
+            for name in ("tensor", "tensor_name"):
+                if name not in kwargs:
+                    raise ValueError(f"[{api_name}] expected {name}, got none (layer {layer_name})")
+        return super().route_api(layer_name, api_name, **kwargs)

@@ -83,7 +83,13 @@ class LogTensorStats(GenericConfigAPIMapper):
 
         Raises:
             ValueError: A statistic is not known.
+            TypeError: `tensor` is not a tensor, or `tensor_name` is not a string.
         """
+        if not (hasattr(tensor, "detach") and isinstance(tensor_name, str)):
+            got = f"{type(tensor).__name__} and {type(tensor_name).__name__}"
+            raise TypeError(
+                f"[LogTensorStats] expected a torch.Tensor and its name as a str, got {got}"
+            )
         if not schedule_of(config).due(iteration):
             return {}
         written = config["stats"]

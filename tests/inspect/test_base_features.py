@@ -72,6 +72,37 @@ def test_names_of_statistics_in_any_case(initialize: Initialize) -> None:
     assert list(log(torch.ones(3))) == ["max", "min"]
 
 
+@pytest.mark.parametrize("layer_name", ["l.router", "of no section"])
+@pytest.mark.parametrize("absent", ["tensor", "tensor_name"])
+def test_absent_arguments_are_named(initialize: Initialize, layer_name: str, absent: str) -> None:
+    initialize(config(stats=["min"]))
+    arguments = {"tensor": torch.ones(3), "tensor_name": "activation"}
+    del arguments[absent]
+    for call in (debug_api.log_tensor_stats, debug_api.base.log_tensor_stats):
+        with pytest.raises(ValueError, match=f"expected {absent}, got none .layer {layer_name}"):
+            call(layer_name, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [({"tensor": 1.5}, "float and str"), ({"tensor_name": None}, "Tensor and NoneType")],
+)
+def test_what_is_no_tensor_is_refused(
+    initialize: Initialize, wrong: dict[str, Any], got: str
+) -> None:
+    initialize(config(stats=["min"]))
+    with pytest.raises(
+        TypeError, match=f"expected a torch.Tensor and its name as a str, got {got}"
+    ):
+        log(**{"tensor": torch.ones(3), **wrong})
+
+
+def test_a_tensor_that_is_none_on_a_layer_of_no_section(initialize: Initialize) -> None:
+    initialize(config(stats=["min"]))
+    assert log(torch.ones(3))
+    assert log(None, layer_name="of no section") == {}
+
+
 def test_empty_tensors(initialize: Initialize, tmp_path: Path) -> None:
     initialize(config(stats=["min"]))
     assert log(torch.empty(0)) == {}

@@ -186,9 +186,3 @@ class TransformerEngineAPI(Namespace):
             if name not in kwargs:
                 raise ValueError(f"[{api_name}] Cannot route API {api_name}: {name} is missing")
         return super().route_api(layer_name, api_name, **kwargs)
-
-    def step(self) -> None:
-        """Called when an iteration ends: nothing to do."""
-
-    def end_debug(self) -> None:
-        """Called when the session ends: nothing to do."""
