@@ -70,8 +70,8 @@ class LogTensorStats(GenericConfigAPIMapper):
         Args:
             config: The configuration of the feature for this tensor.
             layer_name: Names the tensor in the logs, together with `tensor_name`.
-            tensor: A tensor of a floating dtype and any shape. Statistics are computed in float32,
-                those of a float64 tensor in float64.
+            tensor: A tensor of any shape and a floating, integer or bool dtype. Statistics are
+                computed in float32, those of dtypes of 64 bits in float64.
             tensor_name: The name of the tensor in the configuration.
             iteration: The iteration of the tensor, by default the current one.
             skip_reduction: Use only the tensor of this rank.
@@ -127,5 +127,5 @@ class LogTensorStats(GenericConfigAPIMapper):
 def _statistics(tensor: Any, names: list[str]) -> dict[str, Any]:
     if tensor.numel() == 0:
         return dict.fromkeys(names)
-    exact = tensor if tensor.element_size() > 4 else tensor.float()
+    exact = tensor.double() if tensor.element_size() > 4 else tensor.float()
     return {name: _STATISTICS[name](exact).float() for name in names}

@@ -50,6 +50,14 @@ def test_statistics(initialize: Initialize, tmp_path: Path, dtype: torch.dtype) 
     assert [row["name"] for row in rows(tmp_path)] == [f"l.router_activation_{s}" for s in STATS]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_statistics_of_integers(initialize: Initialize, dtype: torch.dtype) -> None:
+    initialize(config(stats=STATS))
+    tensor = torch.tensor([0, 1, 1, 0]).to(dtype)
+    logged = [float(value) for value in log(tensor).values()]
+    assert logged == pytest.approx([0, 1, 0.5, (1 / 3) ** 0.5, 2, 2**0.5])
+
+
 def test_when_nothing_is_logged(initialize: Initialize, tmp_path: Path) -> None:
     initialize(config(stats="min", freq=2, start_step=2))
     ones = torch.ones(3)
