@@ -13,7 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvdlfw_inspect.registry import NamespaceData
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,16 @@ class BaseNamespaceAPI(ABC):
             raise AttributeError(api_name)
         return partial(self.route_api, api_name=api_name)
 
+    @property
+    def namespace_features(self) -> dict[str, Any]:
+        """The features of the namespace by name, while a session runs."""
+        return _data_of(self.name).features
+
+    @property
+    def api_to_features_map(self) -> dict[str, list[str]]:
+        """For each call, the names of the features that define it."""
+        return _data_of(self.name).feat_api_to_features
+
     def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
         """Raise an error if arguments of a call are missing."""
 
@@ -220,10 +233,17 @@ class BaseNamespaceAPI(ABC):
         self,
         api_name: str,
         multi_feature_outputs: list[Any],
-        features_to_invoke: Any,
+        features_to_invoke: dict[str, dict[str, Any]],
         **kwargs: Any,
     ) -> Any:
-        """Merge the results of several features; by default they must be equal."""
+        """Merge the results of several features; by default they must be equal.
+
+        Args:
+            api_name: The call.
+            multi_feature_outputs: The results, in the order of `features_to_invoke`.
+            features_to_invoke: For the name of each feature, the configuration that it got.
+            kwargs: The arguments of the call.
+        """
         first, *others = multi_feature_outputs
         if any(other != first for other in others):
             raise RuntimeError(
@@ -256,13 +276,12 @@ class BaseNamespaceAPI(ABC):
         self.input_assertions_hook(api_name, layer_name=layer_name, **kwargs)
         chosen = self._chosen(layer_name, api_name, kwargs)
         if len(chosen) > 1 and not self.is_multiple_feature_invocation_allowed(api_name):
-            names = [type(feature).__name__ for feature, _ in chosen]
             raise RuntimeError(
-                f"[{api_name}] expected one feature, got {names} (layer {layer_name})"
+                f"[{api_name}] expected one feature, got {list(chosen)} (layer {layer_name})"
             )
         outputs = []
-        for feature, config in chosen:
-            method = getattr(feature, api_name)
+        for name, config in chosen.items():
+            method = getattr(self.namespace_features[name], api_name)
             outputs.append(self.call_feature(method, config, layer_name, **kwargs))
             self.output_assertions_hook(api_name, outputs[-1], **kwargs)
         if len(outputs) > 1:
@@ -274,17 +293,21 @@ class BaseNamespaceAPI(ABC):
 
     def _chosen(
         self, layer_name: str, api_name: str, kwargs: dict[str, Any]
-    ) -> list[tuple[Any, dict[str, Any]]]:
+    ) -> dict[str, dict[str, Any]]:
         from nvdlfw_inspect.config_manager import ConfigManager  # noqa: PLC0415 - it needs features
-        from nvdlfw_inspect.registry import Registry  # noqa: PLC0415 - likewise
 
-        data = Registry.data[self.name]
-        chosen = []
+        chosen = {}
         written = ConfigManager.get_config_for_layer(layer_name).get(self.name, {})
         for name, config in written.items():
-            feature = data.features[name]
-            if name in data.feat_api_to_features.get(api_name, ()):
+            if name in self.api_to_features_map.get(api_name, ()):
+                feature = self.namespace_features[name]
                 acts, own = self.routing_condition(api_name, config, layer_name, feature, **kwargs)
                 if acts:
-                    chosen.append((feature, config if own is None else own))
+                    chosen[name] = config if own is None else own
         return chosen
+
+
+def _data_of(namespace: str) -> NamespaceData:
+    from nvdlfw_inspect.registry import Registry  # noqa: PLC0415 - it needs features
+
+    return Registry.data[namespace]

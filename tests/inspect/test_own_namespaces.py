@@ -64,6 +64,40 @@ def test_a_namespace_of_its_own(initialize: Initialize) -> None:
     assert debug_api.own.listen("fc1", depth=1) == {}, "there is no default"
 
 
+@pytest.mark.usefixtures("own")
+def test_a_namespace_knows_its_features(initialize: Initialize) -> None:
+    initialize({"s": section("Mine", namespace="own", level=3)})
+    assert type(debug_api.own.namespace_features["Mine"]).__name__ == "Mine"
+    assert debug_api.own.namespace_features is Registry.data["own"].features
+    assert debug_api.own.api_to_features_map == {"look": ["Mine"], "listen": ["Mine"]}
+
+
+def test_results_are_merged_with_the_configurations_by_name(
+    own: Any, initialize: Initialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @Registry.register_feature(namespace="own")
+    class Other:
+        @api_method
+        def look(self, config: dict, layer_name: str, depth: int) -> int:
+            return depth + 1
+
+    def merge(self: Any, *arguments: Any, **kwargs: Any) -> Any:
+        return arguments, kwargs
+
+    monkeypatch.setattr(own, "is_multiple_feature_invocation_allowed", lambda *_: True)
+    monkeypatch.setattr(own, "handle_multi_feature_output", merge)
+    mine = section("Mine", namespace="own", level=3)
+    mine["own"]["Other"] = {"enabled": True, "level": 4}
+    initialize({"s": mine})
+    arguments, kwargs = debug_api.own.look("fc1", depth=2)
+    assert arguments == (
+        "look",
+        [({"level": 3}, 2), 3],
+        {"Mine": {"level": 3}, "Other": {"level": 4}},
+    )
+    assert kwargs == {"depth": 2}
+
+
 STRUCT = [{"tensor": "weight", "freq": 5}, {"tensor": "weight", "freq": 6}]
 
 
