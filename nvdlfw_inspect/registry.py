@@ -80,10 +80,19 @@ class Registry:
 
     @staticmethod
     def register_namespace_api(namespace: str) -> Callable[[_Class], _Class]:
-        """Register the decorated class; `nvdlfw_inspect.api.<namespace>` is its instance."""
+        """Register the decorated class; `nvdlfw_inspect.api.<namespace>` is its instance.
+
+        Raises:
+            TypeError: The class is no subclass of `BaseNamespaceAPI`, and lacks methods of it.
+        """
 
         def register(cls: _Class) -> _Class:
             api = cls()
+            if not all(hasattr(api, name) for name in ("route_api", "step", "end_debug")):
+                raise TypeError(
+                    f"[register_namespace_api] expected a subclass of BaseNamespaceAPI, got "
+                    f"{cls.__name__} (namespace {namespace})"
+                )
             api.name = namespace
             namespace_data(namespace).api = api
             return cls

@@ -98,6 +98,15 @@ def test_results_are_merged_with_the_configurations_by_name(
     assert kwargs == {"depth": 2}
 
 
+def test_a_class_that_cannot_route_is_refused() -> None:
+    class Nothing:
+        pass
+
+    with pytest.raises(TypeError, match=r"a subclass of BaseNamespaceAPI, got Nothing .*empty"):
+        Registry.register_namespace_api(namespace="empty")(Nothing)
+    assert "empty" not in Registry.data
+
+
 STRUCT = [{"tensor": "weight", "freq": 5}, {"tensor": "weight", "freq": 6}]
 
 
