@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from debug_session import debugging, inspect, section
+from inspect_logs import messages
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
@@ -42,6 +43,24 @@ def test_both_kinds(tmp_path: Path, device: str) -> None:
         assert codes["format"] == "E4M3"
         back = dequantize(codes["codes"].contiguous(), E4M3, codes["scale_inv"], torch.float32)
         assert back.equal(exact.cpu())
+
+
+def test_files_of_an_earlier_run(tmp_path: Path) -> None:
+    lines = []
+    for value in (1.0, 2.0):
+        with debugging(tmp_path, dump(high_precision_tensor=True), log_timestamps=False):
+            for _ in range(2):
+                inspect("fc1", "activation", torch.full((2, 2), value))
+                debug_api.step()
+        lines.append(messages(tmp_path))
+    folder = tmp_path / "tensor_dumps" / "rank_0"
+    replaced = folder / "iter_000000" / "fc1_activation.pt"
+    said = f"INFO - fc1: [TE DumpTensors] Overwriting existing dump file: {replaced}"
+    assert [sum("Overwriting" in line for line in run) for run in lines] == [0, 1]
+    assert said in lines[1]
+    for run in lines:
+        assert run.count(f"INFO - TensorLogger initialized. Saving tensors to: {folder}") == 1
+    assert [float(found["high_precision"][0, 0]) for found in files(tmp_path).values()] == [2, 2]
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])

@@ -27,7 +27,8 @@ class DumpTensors(Scheduled):
     in this way, the second layer gets `LAYER_TENSOR_2.pt`, the third one `LAYER_TENSOR_3.pt`, and
     so on; `layer` in the file has the full name. Further micro-batches of a step get names that end
     in `_microbatch1`, `_microbatch2`, ... Tensors of an evaluation (`eval()` under `no_grad`) are
-    written only in steps in which the layer is not trained.
+    written only in steps in which the layer is not trained. Files of an earlier run in the same
+    `log_dir` are replaced; the debug log says so, once for each layer and tensor.
 
     Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
     `layer`, `tensor`, `iteration`; `high_precision`, the tensor, if requested; `quantized`, if
@@ -105,6 +106,11 @@ class DumpTensors(Scheduled):
             )
             return
         path = self._path(manager, layer_name, tensor_name, iteration)
+        folder = path.parents[1]
+        manager.log_message(f"TensorLogger initialized. Saving tensors to: {folder}", once="dumps")
+        if path.exists():  # of an earlier run, or of this iteration before the program set it back
+            text = f"[TE DumpTensors] Overwriting existing dump file: {path}"
+            manager.log_message(text, layer_name, once=f"{key} overwritten")
         about = {"layer": layer_name, "tensor": tensor_name, "iteration": iteration}
         if self._write(path, {**about, **found}):
             keys = ", ".join(found)
