@@ -1,8 +1,11 @@
-"""`next_enabled_iter` compared with a list of the iterations in which a schedule runs."""
+"""Helpers of features. `next_enabled_iter` is compared with a list of iterations."""
 
 import pytest
+from debug_session import debugging
 
-from transformer_engine.debug.features.utils import next_enabled_iter
+import nvdlfw_inspect.api as debug_api
+from transformer_engine.debug.features.utils import get_reduction_params, next_enabled_iter
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 LAST = 40
 
@@ -48,3 +51,31 @@ def test_a_frequency_that_never_comes() -> None:
 def test_what_is_no_integer_is_refused(argument: str, schedule: tuple) -> None:
     with pytest.raises(TypeError, match=f"expected {argument} as an integer, got float"):
         next_enabled_iter(*schedule, 3)
+
+
+def test_how_statistics_are_reduced(tmp_path) -> None:
+    tensor_parallel, stage = object(), object()
+    with pytest.raises(ValueError, match="expected a running session"):
+        get_reduction_params("activation", None, 1)
+    with debugging(tmp_path):
+        assert get_reduction_params("activation", tensor_parallel, 2) == (False, None, True)
+        debug_api.DEBUG_MANAGER._tensor_reduction_group = stage
+        for tensor in ("activation", "gradient", "output", "wgrad", "dgrad"):
+            assert get_reduction_params(tensor, tensor_parallel, 2) == (False, stage, True)
+        assert get_reduction_params("weight", tensor_parallel, 2) == (False, tensor_parallel, False)
+        assert get_reduction_params("weight", tensor_parallel, 1) == (True, None, False)
+        assert get_reduction_params("weight", None, 2) == (True, None, False)
+        debug_api.DEBUG_MANAGER._tensor_reduction_group = None
+
+
+def test_weights_that_are_not_reduced(tmp_path) -> None:
+    tensor_parallel = object()
+    TEDebugState.set_weight_tensor_tp_group_reduce(False)
+    try:
+        assert not TEDebugState.weight_tensor_tp_group_reduce
+        with debugging(tmp_path):
+            assert not debug_api.DEBUG_MANAGER.statistics.weights_over_tp_group
+            assert get_reduction_params("weight", tensor_parallel, 2) == (True, None, False)
+    finally:
+        TEDebugState.set_weight_tensor_tp_group_reduce(True)
+    assert TEDebugState.weight_tensor_tp_group_reduce

@@ -77,3 +77,8 @@ def reduce_weights(enabled: bool) -> None:
     _LISTENER.weights_over_tp_group = enabled
     if api.DEBUG_MANAGER is not None:
         collector().weights_over_tp_group = enabled
+
+
+def reduces_weights() -> bool:
+    """Return what `reduce_weights` has set; True by default."""
+    return _LISTENER.weights_over_tp_group

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from nvdlfw_inspect import api
 from nvdlfw_inspect._engine import schedule_of
 from nvdlfw_inspect.utils import frequency, integer
+from transformer_engine.debug.session import reduces_weights
 
 
 def next_enabled_iter(
@@ -40,3 +43,25 @@ def next_enabled_iter(
     whole = (start, -1 if end_step is None else max(integer(op, "end_step", end_step), -1))
     schedule = schedule_of({"freq": freq, "start_end_list": sorted(start_end_list or [whole])})
     return schedule.due(iteration), schedule.next(iteration)
+
+
+def get_reduction_params(tensor_name: str, tp_group: Any, tp_size: int) -> tuple[bool, Any, bool]:
+    """How the built-in features reduce the statistics of a tensor, for features that do the same.
+
+    Args:
+        tensor_name: activation, weight, gradient, output, wgrad or dgrad.
+        tp_group: tensor parallel group of the layer.
+        tp_size: number of ranks of `tp_group`.
+
+    Returns:
+        `(skips, group, accumulates)`: whether each rank has statistics of its own; the process
+        group that reduces them, where None is all ranks; and whether the micro-batches of a step
+        count as one tensor, instead of the first one alone.
+
+    Raises:
+        ValueError: no session is running.
+    """
+    if tensor_name != "weight":
+        return False, api.get_tensor_reduction_group(), True
+    shared = tp_size > 1 and tp_group is not None and reduces_weights()
+    return not shared, tp_group if shared else None, False
