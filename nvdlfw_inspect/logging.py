@@ -91,9 +91,11 @@ class MetricLogger:
 
     @staticmethod
     def log_scalar(name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """Pass one value to every logger."""
-        for logger in MetricLogger.enabled_loggers:
-            logger.log_scalar(name, value, iteration, **kwargs)
+        """Pass one value to every logger; if one raises an error, the others get it first."""
+        run_all(
+            partial(logger.log_scalar, name, value, iteration, **kwargs)
+            for logger in MetricLogger.enabled_loggers
+        )
 
     @staticmethod
     def log_statistics(

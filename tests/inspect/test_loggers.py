@@ -147,8 +147,10 @@ def test_an_error_of_one_logger_keeps_nothing_from_the_others(
     manager = initialize(tb_writer=writer, **options)
     with pytest.raises(OSError, match="no connection"):
         manager.log_statistics(2, "l", "weight", VALUES)
+    with pytest.raises(OSError, match="no connection"):
+        MetricLogger.log_scalar("loss", 0.5, 2)
     debug_api.step()
-    assert len(writer.seen) == len(statistics(tmp_path)) == 3
+    assert len(writer.seen) == len(statistics(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("log_dir", [".", ""])
