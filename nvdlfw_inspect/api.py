@@ -244,7 +244,7 @@ def list_features() -> None:
 
 
 def explain_features(features: str | list[str] | None = None) -> None:
-    """Print the docstrings of features, on the first rank.
+    """Print the docstrings of features, on the first rank; None for a class without one.
 
     Args:
         features: A name such as "LogTensorStats" or "transformer_engine.LogTensorStats", a list of
@@ -273,7 +273,8 @@ def explain_features(features: str | list[str] | None = None) -> None:
         for one in found:
             print_rank_0("-----")
             print_rank_0(f"feature: {one}")
-            print_rank_0(inspect.getdoc(known[one]))
+            own = known[one].__doc__  # `inspect.getdoc` would take that of a base class
+            print_rank_0(own if own is None else inspect.cleandoc(own))
             print_rank_0("*****")
 
 

@@ -182,3 +182,16 @@ def test_checks_of_features_are_logged_and_name_the_call(
     with pytest.raises(RuntimeError, match=r"AssertionError: expected a tensor .*layer fc1"):
         debug_api.ns.look(layer_name="fc1", tensor=0)
     assert messages(tmp_path)[-1] == "ERROR - expected a tensor"
+
+
+def test_a_feature_without_docstring_has_not_that_of_its_base(
+    initialize: Initialize, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @Registry.register_feature(namespace="ns")
+    class Mute(GenericConfigAPIMapper):
+        pass
+
+    initialize()
+    debug_api.explain_features("ns.Mute")
+    lines = ["-----", "feature: ns.Mute", "None", "*****"]
+    assert capsys.readouterr().out.splitlines() == [f"{line} " for line in lines]
