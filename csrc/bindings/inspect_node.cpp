@@ -46,6 +46,11 @@ int64_t integer(const py::handle& value, const std::string& path) {
   return converted;
 }
 
+[[noreturn]] void refuse(const py::handle& value, const std::string& path) {
+  fail(Kind::Type, "config", "expected a dict, list, str, bool, int, float or None at ",
+       place(path), ", got ", py::str(py::type::handle_of(value)).cast<std::string>());
+}
+
 Node convert(const py::handle& value, const std::string& path, int depth) {
   if (depth > kMaxDepth)
     fail(Kind::Value, "config", "expected at most ", kMaxDepth, " levels at ", place(path),
@@ -69,7 +74,15 @@ Node convert(const py::handle& value, const std::string& path, int depth) {
       items.emplace_back(std::move(name), convert(item, inner, depth + 1));
     }
     node.value = std::move(items);
-  } else if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
+  } else if (PyIndex_Check(value.ptr())) {  // an integer of another library, such as numpy
+    const auto converted = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+    if (!converted) {  // such as a tensor of several elements
+      PyErr_Clear();
+      refuse(value, path);
+    }
+    node.value = integer(converted, path);
+  } else if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value) ||
+             Py_IS_TYPE(value.ptr(), &PyRange_Type)) {
     Node::Sequence items;
     for (const auto& item : value)
       items.push_back(convert(item, path + "[" + std::to_string(items.size()) + "]", depth + 1));
@@ -77,8 +90,7 @@ Node convert(const py::handle& value, const std::string& path, int depth) {
   } else if (py::hasattr(value, "__fspath__")) {
     node.value = text_at(py::str(value.attr("__fspath__")()), path);
   } else {
-    fail(Kind::Type, "config", "expected a dict, list, str, bool, int, float or None at ",
-         place(path), ", got ", py::str(py::type::handle_of(value)).cast<std::string>());
+    refuse(value, path);
   }
   return node;
 }

@@ -14,6 +14,7 @@ import nvdlfw_inspect.api as debug_api
 from nvdlfw_inspect import utils
 from nvdlfw_inspect.config_manager import ConfigManager, ConfigSpec, is_layer_in_cfg
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 Initialize = Callable[..., Any]
@@ -173,6 +174,41 @@ def test_the_configuration_of_a_layer(initialize: Initialize) -> None:
         "base": {"LogTensorStats": {"enabled": True, "stats": ["min"], "tensors": ["activation"]}}
     }
     assert ConfigManager.get_config_for_layer("fc1") == {}
+
+
+@pytest.mark.parametrize("integer", [2, torch.tensor(2), np.int64(2), np.uint8(2)])
+def test_integers_of_other_libraries(initialize: Initialize, integer: Any) -> None:
+    initialize(config(stats=["min"], freq=integer, start_end_list=((integer, 8),)))
+    written = ConfigManager.get_config_for_layer("l.router")["base"]["LogTensorStats"]
+    assert (written["freq"], written["start_end_list"]) == (2, [[2, 8]])
+    assert type(written["freq"]) is int
+    assert [bool(log(torch.ones(3), iteration=i)) for i in range(5)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_range_is_a_list(initialize: Initialize) -> None:
+    selected = config(stats=["min"])
+    selected["s"]["layers"] = {"layer_numbers": range(1, 3)}
+    initialize(selected)
+    assert [bool(log(torch.ones(3), layer_name=f"l.{i}")) for i in range(4)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("value", [{2}, torch.tensor([2, 3]), torch.tensor(2.0), object()])
+def test_other_values_are_refused(initialize: Initialize, value: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"float or None at s\.base\.LogTensorStats\.freq, got <class"
+    ):
+        initialize(config(stats=["min"], freq=value))
 
 
 @pytest.mark.parametrize(
