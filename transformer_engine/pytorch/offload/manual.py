@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,9 +93,7 @@ class ManualOffloadSynchronizer:
             ValueError: no such layer has run.
             RuntimeError: calls in another order.
         """
-        group = self._next(layer_id, _SAVED, _COPIED)
-        if group is not None:
-            group.send()
+        self._move(layer_id, Group.send, _SAVED, _COPIED)
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
         """Let the computing stream wait for the copies to the host, and free the device's memory.
@@ -106,9 +105,7 @@ class ManualOffloadSynchronizer:
             ValueError: no such layer has run.
             RuntimeError: calls in another order; a tensor was changed in place since it was saved.
         """
-        group = self._next(layer_id, _COPIED, _FREED)
-        if group is not None:
-            group.let_go()
+        self._move(layer_id, Group.let_go, _COPIED, _FREED)
 
     def start_reload_layer(self, layer_id: int) -> None:
         """Start to copy the layer's tensors back.
@@ -120,15 +117,13 @@ class ManualOffloadSynchronizer:
             ValueError: no such layer has run.
             RuntimeError: calls in another order.
         """
-        group = self._next(layer_id, _FREED, _RETURNED)
-        if group is not None:
-            group.bring_back()
+        self._move(layer_id, Group.bring_back, _FREED, _RETURNED)
 
-    def _next(self, layer: int, expected: str, after: str) -> Group | None:
-        """The group of a layer, which must be in a state; None if there is nothing to do."""
+    def _move(self, layer: int, move: Callable[[Group], object], expected: str, after: str) -> None:
+        """Move the group of a layer from one state to the next, if there is something to do."""
         group = None if self._offload is None else self._offload.group_of(layer)
         if group is None or group.entered:
-            return None
+            return
         state = self._states.get(group, _SAVED)
         if state != expected:
             raise RuntimeError(
@@ -137,4 +132,4 @@ class ManualOffloadSynchronizer:
                 " start_reload_layer in this order"
             )
         self._states[group] = after
-        return group
+        move(group)
