@@ -197,8 +197,8 @@ def _exact(x):
     return x.float() if x.is_floating_point() else x
 
 
-def outcomes(rank, cases):
-    """Returns the errors of each case, or the text of the exception that it raised."""
+def outcomes(rank, cases, result_of=errors):
+    """Returns `result_of` each case, or the text of the exception that it raised."""
     size = dist.get_world_size()
     made, found = {}, {}
     for case in cases:
@@ -206,7 +206,7 @@ def outcomes(rank, cases):
         if kind not in made:
             made[kind] = groups_of(case, size)
         try:
-            found[str(case)] = errors(case, made[kind])
+            found[str(case)] = result_of(case, made[kind])
         except Exception as error:
             found[str(case)] = f"{type(error).__name__}: {error}"
     return found

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import fp8_attention_definition as definition
 import torch
 import torch.distributed as dist
-from context_cases import BATCH, HEADS, SIZE, TOKENS, Case, groups_of, module_of, problem_of, run
+from context_cases import BATCH, HEADS, SIZE, TOKENS, Case, module_of, outcomes, problem_of, run
 from rank_device import here
 
 import transformer_engine.pytorch as te
@@ -187,16 +187,7 @@ def compare(case, group):
 def fp8_outcomes(rank, cases):
     """Returns `compare` of each case, or the text of the exception that it raised."""
     os.environ["NVTE_FUSED_ATTN"] = "0"  # one process rounds like ranks, on a GPU, too
-    groups, found = {}, {}
-    for case in cases:
-        kind = case.comm == "a2a+p2p"
-        if kind not in groups:
-            groups[kind] = groups_of(case, dist.get_world_size())
-        try:
-            found[str(case)] = compare(case, groups[kind])
-        except Exception as error:
-            found[str(case)] = f"{type(error).__name__}: {error}"
-    return found
+    return outcomes(rank, cases, compare)
 
 
 def shared_module(comm):

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from context_cases import HEADS, SIZE, Case, groups_of, module_of, problem_of
+from context_cases import HEADS, SIZE, Case, module_of, outcomes, problem_of
 from rank_device import here
 
 import transformer_engine.pytorch as te
@@ -76,16 +76,7 @@ def draws(case, group):
 
 def max_logits(rank, cases):
     """Returns `draws` of each case, or the text of the exception that it raised."""
-    made, found = {}, {}
-    for case in cases:
-        kind = case.comm == "a2a+p2p"
-        if kind not in made:
-            made[kind] = groups_of(case, dist.get_world_size())
-        try:
-            found[str(case)] = draws(case, made[kind])
-        except Exception as error:
-            found[str(case)] = f"{type(error).__name__}: {error}"
-    return found
+    return outcomes(rank, cases, draws)
 
 
 def in_fp8(rank):
