@@ -4,10 +4,8 @@
 AdamW. `idle` is the share of time, from the first to the last kernel of ten replays, in which no
 kernel runs.
 
-The remaining idle time is around memsets of counters in the libraries: cuBLASLt clears a counter
-before six of the twelve GEMMs of a layer (those with more tiles than multiprocessors), and cuDNN
-before both of its graphs. A memset of 0.8 us has a gap of 1.4 us before it and of 3 us after it,
-whichever algorithm the GEMM uses.
+The largest part of the remaining idle time is around the memsets with which cuDNN sets a counter to
+zero before both of its graphs: a memset of 0.8 us has a gap of 1.4 us before it and 3 us after it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ the time of the first guess, it gets a row in the table. If not, FP8 GEMMs of th
 without an algorithm, because they would otherwise use the algorithm of the nearest row
 (csrc/cuda/policy/gemm_table.h). Nothing is tuned in training: the table is compiled in.
 
-GEMMs are timed in CUDA graphs, one after the other, as they run in a model: an algorithm with more
-tiles than multiprocessors first clears a counter, which costs 4 us including the gaps around it.
+GEMMs are timed in CUDA graphs, one after the other, as they run in a model.
 """
 
 from __future__ import annotations

@@ -82,6 +82,16 @@ std::vector<int32_t> up_to(const cublasLtMatmulAlgo_t& algorithm,
   return {values.begin(), values.end()};
 }
 
+// The workspace that the algorithm needs on these terms; nothing if it cannot run on them.
+std::optional<int64_t> needed_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm) {
+  cublasLtMatmulHeuristicResult_t result{};
+  const auto& [a, b, c, d] = terms.layouts;
+  const cublasStatus_t status =
+      cublaslt().algo_check(terms.handle, terms.desc, a, b, c, d, &algorithm, &result);
+  if (status != CUBLAS_STATUS_SUCCESS) return std::nullopt;
+  return static_cast<int64_t>(result.workspaceSize);
+}
+
 bool loses_terms(const GemmTerms& terms, const GemmAlgorithm& description) {
   return split_loses_terms(terms.operands, terms.k, description[kSplitK]);
 }
@@ -166,13 +176,16 @@ std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
     if (cublaslt().algo_set(&*algorithm, name, &description[i], bytes) != CUBLAS_STATUS_SUCCESS)
       return std::nullopt;
   }
-  cublasLtMatmulHeuristicResult_t result{};
-  const auto& [a, b, c, d] = terms.layouts;
-  const cublasStatus_t status =
-      cublaslt().algo_check(terms.handle, terms.desc, a, b, c, d, &*algorithm, &result);
-  const bool fits = static_cast<int64_t>(result.workspaceSize) <= terms.workspace_bytes;
-  if (status != CUBLAS_STATUS_SUCCESS || !fits) return std::nullopt;
+  const auto needed = needed_bytes(terms, *algorithm);
+  if (!needed || *needed > terms.workspace_bytes) return std::nullopt;
   return algorithm;
+}
+
+int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm) {
+  constexpr size_t kVersionMeasured = 130000;  // what older ones do without a workspace is unknown
+  constexpr int64_t kCounterBytes = sizeof(int32_t);
+  const bool counter = needed_bytes(terms, algorithm) == kCounterBytes;
+  return counter && cublaslt().version() >= kVersionMeasured ? 0 : terms.workspace_bytes;
 }
 
 std::vector<GemmAlgorithm> neighbours_of(const GemmTerms& terms, const GemmAlgorithm& description) {

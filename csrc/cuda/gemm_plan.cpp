@@ -127,7 +127,12 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
   if (key.has_bias)
     desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(gemm_bias_dtype(p.a, p.d)));
   set_pointers(args);
-  algorithm_ = choose();
+  if (const auto chosen = choose()) use(*chosen);
+}
+
+void GemmPlan::use(const cublasLtMatmulAlgo_t& algorithm) {
+  algorithm_ = algorithm;
+  workspace_bytes_ = workspace_bytes(terms(), algorithm);
 }
 
 void GemmPlan::set_pointers(const GemmArgs& args) {
@@ -181,7 +186,7 @@ bool GemmPlan::run(const GemmArgs& args, Stream stream) {
   const cublasStatus_t status = cublaslt().matmul(
       handle_, desc_.get(), &kOne, args.b.data.data, a_.get(), args.a.data.data, b_.get(),
       args.addend ? &kOne : &kZero, c, d_.get(), args.d.data, d_.get(), &*algorithm_,
-      args.workspace.data, static_cast<size_t>(key_.workspace_bytes), stream_of(stream));
+      args.workspace.data, static_cast<size_t>(workspace_bytes_), stream_of(stream));
   // For FP8 operands that are not aligned, cuBLASLt also offers algorithms that it then refuses.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED && is_fp8(key_.problem.a)) return false;
   check(status, kOp, "cublasLtMatmul");

@@ -47,7 +47,7 @@ class GemmPlan {
   const GemmKey& key() const { return key_; }
   GemmTerms terms() const;
   const cublasLtMatmulAlgo_t& algorithm() const { return algorithm_.value(); }
-  void use(const cublasLtMatmulAlgo_t& algorithm) { algorithm_ = algorithm; }
+  void use(const cublasLtMatmulAlgo_t& algorithm);
   // The heuristic's guesses; throws Kind::Unsupported if there is none.
   std::vector<cublasLtMatmulAlgo_t> guesses(int limit) const;
 
@@ -62,6 +62,7 @@ class GemmPlan {
   // The layouts of cuBLASLt's operands, column-major: its A is our b, its B is our a.
   MatrixLayout a_, b_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;
+  int64_t workspace_bytes_ = 0;  // that runs are given
 };
 
 // All plans of the process. One lock is held while a plan is found, its pointers are set and it is

@@ -128,6 +128,18 @@ def test_capture(kind):
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
+def test_a_gemm_of_many_tiles_is_one_launch(kind):
+    if torch.cuda.get_device_capability() != (9, 0) or int(torch.version.cuda.split(".")[0]) < 13:
+        pytest.skip("how tiles are assigned was measured on Hopper, with cuBLASLt 13")
+    a, b = both((4096, 4096, 64), kind)
+    multiply(a, b)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        multiply(a, b)
+    launches = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    assert len(launches) == 1, [event.name for event in launches]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
 def test_algorithms_can_be_described_and_used(kind):
     a, b = both((512, 256, 1024), kind)
     multiply(a, b)
