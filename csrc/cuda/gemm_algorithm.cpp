@@ -184,7 +184,9 @@ std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
 int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm) {
   constexpr size_t kVersionMeasured = 130000;  // what older ones do without a workspace is unknown
   constexpr int64_t kCounterBytes = sizeof(int32_t);
-  const bool counter = needed_bytes(terms, algorithm) == kCounterBytes;
+  // Where k is split, blocks may count finished parts of a tile in the workspace, too.
+  const bool splits = describe_algorithm(algorithm)[kSplitK] > 1;
+  const bool counter = !splits && needed_bytes(terms, algorithm) == kCounterBytes;
   return counter && cublaslt().version() >= kVersionMeasured ? 0 : terms.workspace_bytes;
 }
 
