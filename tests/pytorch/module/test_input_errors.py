@@ -252,7 +252,8 @@ CONSTRUCTORS = {
     "what a newer version can": (
         lambda: te.TransformerLayer(32, 64, 4, delay_wgrad_compute=True),
         NotImplementedError,
-        "[TransformerLayer] delay_wgrad_compute=True is not implemented yet, only False is",
+        "[TransformerLayer] expected delay_wgrad_compute=False, the only value that is implemented,"
+        " got True",
     ),
     "a norm without parameters": (
         lambda: te.LayerNorm(32, elementwise_affine=False),

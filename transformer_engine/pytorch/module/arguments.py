@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
@@ -61,6 +61,18 @@ def check_dtypes(module: str, layer: str | None, /, **dtypes: Any) -> None:
             raise TypeError(
                 f"[{module}] expected {name} torch.float32, torch.float16 or torch.bfloat16, got"
                 f" {dtype!r}{in_layer(layer)}"
+            )
+
+
+def refuse_others(
+    op: str, layer: str | None, values: Mapping[str, Any], only: Mapping[str, Any]
+) -> None:
+    """Raise NotImplementedError for a value that differs from the one of its name in `only`."""
+    for name, value in values.items():
+        if name in only and value is not only[name] and (only[name] is None or value != only[name]):
+            raise NotImplementedError(
+                f"[{op}] expected {name}={only[name]!r}, the only value that is implemented, got"
+                f" {value!r}{in_layer(layer)}"
             )
 
 

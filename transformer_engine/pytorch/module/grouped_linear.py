@@ -16,7 +16,12 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     of_length,
     state_with,
 )
-from transformer_engine.pytorch.module.arguments import check_sizes, list_of_ints, tensor_parallel
+from transformer_engine.pytorch.module.arguments import (
+    check_sizes,
+    list_of_ints,
+    refuse_others,
+    tensor_parallel,
+)
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features, check_plain
 from transformer_engine.pytorch.module.linear import Linear
@@ -167,7 +172,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._parts: tuple[Linear, ...] = ()
         super().__init__(num_gemms, name, in_features=in_features, out_features=out_features)
         check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
-        _refuse_later(self.name, arguments)
+        refuse_others("GroupedLinear", self.name, arguments, _LATER)
+        arguments = {name: x for name, x in arguments.items() if name not in _LATER}
         if "parameters_split" in arguments:
             raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
         on = [key for key, flag in arguments.items() if key.startswith("ub_") and flag is True]
@@ -368,17 +374,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         outputs = [result[0] for result in results] if returns_bias else results
         out = torch.cat(outputs).view(*inp.shape[:-1], self.out_features)
         return (out, [bias for _, bias in results]) if returns_bias else out
-
-
-def _refuse_later(layer: str, arguments: dict[str, Any]) -> None:
-    """Take the keywords of `_LATER` out of the arguments."""
-    for name in arguments.keys() & _LATER.keys():
-        value = arguments.pop(name)
-        if value is not _LATER[name]:
-            raise NotImplementedError(
-                f"[GroupedLinear] expected {name}={_LATER[name]}, the only value that is"
-                f" implemented, got {value!r} (layer {layer})"
-            )
 
 
 def _joined(states: list[ScalingState]) -> ScalingState:

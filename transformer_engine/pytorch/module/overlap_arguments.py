@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from transformer_engine.pytorch.module.arguments import refuse_keywords
+from transformer_engine.pytorch.module.arguments import refuse_keywords, refuse_others
 from transformer_engine.pytorch.parallel.overlap import NO_OVERLAP, Overlap, OverlapArguments
 
 _GATHERS = ("ub_overlap_ag", "ub_split_ag", "ub_atomic_gemm_ag")
@@ -54,11 +54,8 @@ def overlap_arguments(
     known = (_FLAGS if whole else _FLAGS - {_SWITCH}) | _NAMES | _LATER.keys()
     if set(others) - known:
         refuse_keywords(module, set(others) - known, known)
+    refuse_others(kind, None, others, _LATER)
     for name, value in others.items():
-        if name in _LATER and value != _LATER[name]:
-            raise NotImplementedError(
-                f"[{kind}] {name}={value!r} is not implemented yet, only {_LATER[name]!r} is"
-            )
         if name in _FLAGS and not isinstance(value, bool):
             raise TypeError(f"[{kind}] expected {name} to be True or False, got {value!r}")
         if name in _NAMES and not (value is None or isinstance(value, str)):

@@ -7,23 +7,13 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.module.arguments import check_numbers
-
-
-def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
-    """Raise NotImplementedError for any `name=(value, supported value)` whose values differ."""
-    for name, (value, only) in arguments.items():
-        if value != only:
-            raise NotImplementedError(
-                f"[{op}] expected {name}={only!r}, the only one that is implemented, got {value!r}"
-            )
+from transformer_engine.pytorch.module.arguments import check_numbers, refuse_others
 
 
 def refuse_settings(group: Mapping[str, Any], bias_correction: bool) -> None:
     """Raise NotImplementedError if a group has settings that must be those of the optimizer."""
-    others = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
-    pairs = {name: (group.get(name, only), only) for name, only in others.items()}
-    refuse_others("FusedAdam", **pairs)
+    only = {"amsgrad": False, "maximize": False, "bias_correction": bias_correction}
+    refuse_others("FusedAdam", None, group, only)
 
 
 def check_factor(factor: object) -> None:

@@ -15,12 +15,12 @@ from torch.optim.adamw import adamw
 
 from transformer_engine._flags import checked_flag
 from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.module.arguments import refuse_others
 from transformer_engine.pytorch.optimizers import loss_scaling
 from transformer_engine.pytorch.optimizers.arguments import (
     check_factor,
     check_settings,
     loss_of,
-    refuse_others,
     refuse_settings,
 )
 from transformer_engine.pytorch.optimizers.on_device import step_on_device
@@ -110,11 +110,8 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        refuse_others(
-            "FusedAdam",
-            amsgrad=(amsgrad, False),
-            set_grad_none=(set_grad_none is not False, True),
-        )
+        others = {"amsgrad": amsgrad, "set_grad_none": set_grad_none is not False}
+        refuse_others("FusedAdam", None, others, {"amsgrad": False, "set_grad_none": True})
         dtypes = dict(
             zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True)
         )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from transformer_engine.pytorch.optimizers.arguments import loss_of, refuse_others
+from transformer_engine.pytorch.module.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.arguments import loss_of
 from transformer_engine.pytorch.optimizers.parts import refuse_slice
 from transformer_engine.pytorch.tensor.shards import piece_of
 
@@ -67,11 +68,12 @@ class FusedSGD(torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        refuse_others(
-            "FusedSGD",
-            wd_after_momentum=(wd_after_momentum, False),
-            set_grad_none=(set_grad_none is not False, True),
-        )
+        others = {
+            "wd_after_momentum": wd_after_momentum,
+            "set_grad_none": set_grad_none is not False,
+        }
+        only = {"wd_after_momentum": False, "set_grad_none": True}
+        refuse_others("FusedSGD", None, others, only)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov=nesterov)
 
     @property
