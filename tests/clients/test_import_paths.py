@@ -100,6 +100,10 @@ MORE = {
         "get_batch_on_this_cp_rank",
         "pad_thd_sequences_for_cp",
     ),
+    "transformer_engine.pytorch.attention.dot_product_attention.utils": (
+        "AttentionParams",
+        "get_attention_backend",
+    ),
     "transformer_engine.pytorch.attention.inference": (
         "KVCacheManager",
         "NonPagedKVCacheManager",
@@ -119,6 +123,7 @@ MORE = {
         "dist_group_type",
     ),
     "transformer_engine.pytorch.cpp_extensions": ("general_gemm",),
+    "transformer_engine.pytorch.cpp_extensions.fused_attn": ("FusedAttnBackend",),
     "transformer_engine.pytorch.cpu_offload": ("get_cpu_offload_context",),
     "transformer_engine.pytorch.distributed": (
         "activation_recompute_forward",

@@ -29,6 +29,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         ),
         "attention.context.batches",
     ),
+    "attention.dot_product_attention.utils": dict.fromkeys(
+        ("AttentionParams", "get_attention_backend"), "attention.attention_params"
+    ),
     "attention.inference": {
         "InferenceParams": "attention.cache.inference",
         "KVCacheManager": "attention.cache.kv_cache",
@@ -36,6 +39,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
             ("NonPagedKVCacheManager", "PagedKVCacheManager"), "attention.cache.managers"
         ),
     },
+    "cpp_extensions.fused_attn": {"FusedAttnBackend": "attention.attention_params"},
     "cpu_offload": {
         "get_cpu_offload_context": "offload.cpu_offload",
         "ManualOffloadSynchronizer": "offload.manual",

@@ -87,11 +87,8 @@ def with_cache(
                 f" {layer_number})"
             )
         key, value, step = params.append_there(*new, own.qkv_format)
-        # A single query is the last token, and a causal mask hides nothing from it.
-        causal = hides.causal and (any_window or step.query_sequences.longest != 1)
-        mask_type = "padding_causal_bottom_right" if causal else "padding"
         own = own._replace(
-            mask_type=mask_type,
+            mask_type=mask_type_of_fixed_steps(mask_type, step.query_sequences.longest, any_window),
             query_sequences=step.query_sequences,
             key_sequences=step.key_sequences,
         )
@@ -108,6 +105,15 @@ def with_cache(
         key_sequences=named.key_sequences,
     )
     return named.batch_first(query, mask_type), own, named
+
+
+def mask_type_of_fixed_steps(mask_type: str, queries: int | None, any_window: bool) -> str:
+    """The mask type with which attention runs if the offset is a tensor.
+
+    A single query is the last token, and a causal mask hides nothing from it.
+    """
+    causal = known_mask_type(mask_type).causal and (any_window or queries != 1)
+    return "padding_causal_bottom_right" if causal else "padding"
 
 
 def _check_without_gaps(own: CallArguments, params: InferenceParams) -> None:
