@@ -160,12 +160,20 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         applied = None if self.return_bias else bias
         return (*tensors_of(self, self._norm_names), weight, applied), bias
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """Normalise, then apply the linear transformation.
 
         Args:
             inp: `(..., in_features)`, fp32, fp16 or bf16.
             is_first_microbatch: see `Linear.forward`.
+            fp8_output: see `Linear.forward`.
+            fp8_grad: see `Linear.forward`.
 
         Returns:
             `out[, bias][, norm output or input]`, as the `return_` arguments say.
@@ -173,6 +181,9 @@ class LayerNormLinear(NormalizesFirst, SingleGemmModule):
         Raises:
             ValueError: a last size other than `in_features`; an input on another device.
             TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
+            NotImplementedError: `fp8_output` or `fp8_grad` is True.
         """
+        if fp8_output or fp8_grad:
+            self._refuse_codes(fp8_output, fp8_grad)
         parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

@@ -10,7 +10,7 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stage import Parameters, Stage
-from transformer_engine.pytorch.module.arguments import tensor_parallel
+from transformer_engine.pytorch.module.arguments import refuse_others, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.overlap_arguments import (
     keep_overlap,
@@ -84,6 +84,11 @@ class SingleGemmModule(TransformerEngineBaseModule):
         request_overlap(self, mode, named=True)
         shared = SharedLinear(mode, self.ranks, (), self.delay_wgrad_compute, self._joins)
         return shared.stages(0, self.name, fuse, "", gathered_tap, save_original_input)
+
+    def _refuse_codes(self, fp8_output: bool, fp8_grad: bool) -> None:
+        """Refuse results and gradients in FP8: the last stage of a chain leaves high precision."""
+        asked = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
+        refuse_others(type(self).__name__, self.name, asked, dict.fromkeys(asked, False))
 
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
@@ -193,7 +198,13 @@ class Linear(SingleGemmModule):
         weight, bias = self._split.of(self)
         return (weight, None if self.return_bias else bias), bias
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """Apply the linear transformation.
 
         Args:
@@ -208,6 +219,8 @@ class Linear(SingleGemmModule):
                 call overwrites, so it must come before those of other uses. A callable of
                 `make_graphed_callables` with `cache_quantized_params` fills `main_grad` with zeros
                 in this call.
+            fp8_output: False, the only value that is implemented; `ops.Quantize` casts a result.
+            fp8_grad: False, the only value that is implemented.
 
         Returns:
             `(..., out_features)`, and with `return_bias` the bias (or None). With several ranks
@@ -217,7 +230,10 @@ class Linear(SingleGemmModule):
         Raises:
             ValueError: a last size other than `in_features`; an input on another device.
             TypeError: not a tensor; a dtype that GEMMs do not take, or other than the parameters'.
+            NotImplementedError: `fp8_output` or `fp8_grad` is True.
         """
+        if fp8_output or fp8_grad:
+            self._refuse_codes(fp8_output, fp8_grad)
         parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)
 
