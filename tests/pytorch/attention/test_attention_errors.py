@@ -214,7 +214,6 @@ PADDING = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
         ],
         (TypeError, "attn_mask_type to be a str", {"attn_mask_type": ("padding", "causal")}),
         (TypeError, "of InferenceParams, got object", {"inference_params": object()}),
-        (NotImplementedError, "fp8_output=True", {"fp8_output": True}),
     ],
 )
 def test_bad_arguments(error, message, arguments):

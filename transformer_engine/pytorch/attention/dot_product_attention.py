@@ -14,12 +14,14 @@ from transformer_engine.pytorch.attention.cache.generation import check_params, 
 from transformer_engine.pytorch.attention.context.settings import SharesContext, context_group
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.arguments import (
+    LATER,
     arguments_of,
     bias_of_rank,
     check_heads,
+    check_later,
     check_settings,
     checked_inputs,
-    refuse_rare,
+    refuse_in_export,
 )
 from transformer_engine.pytorch.attention.core.call import (
     NO_DROPOUT,
@@ -53,7 +55,7 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.rng import check_tracker, tracker_from
 
-_OF_MORE = {"fp8_output", "inference_params"}
+_OF_MORE = {*LATER, "inference_params"}
 
 
 @joins_chains
@@ -193,11 +195,11 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
         pad_between_seqs: bool | None = None,
-        fp8_output: bool = False,
         num_splits: int = 1,
         qkv_layer: torch.Tensor | None = None,
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        **others: Any,
     ) -> Any:
         """Compute attention.
 
@@ -229,7 +231,6 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
             cu_seqlens_q_padded: where query sequences of `thd` start, if there is padding between.
             cu_seqlens_kv_padded: the same for keys and values.
             pad_between_seqs: without effect: the two arguments above say it.
-            fp8_output: not implemented.
             num_splits: without effect.
             qkv_layer: queries, keys and values in one tensor, instead of the first three arguments:
                 `[sequence, batch, 3, heads, size]`, or as `qkv_format` says.
@@ -237,6 +238,9 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
                 `[sequence, batch, 2, heads, size]`, or as `qkv_format` says.
             qkv_interleave_dim: the dimension of 3 or 2 of these: -3, or -2 if it is behind the
                 heads.
+            others: `fp8_output`, `bf16_backward`, `score_mod`, `score_mod_bprop`,
+                `score_mod_tensors` and `score_mod_bprop_tensors`. Only their defaults, False and
+                None, are implemented.
 
         Returns:
             `[sequence, batch, heads * size of a value]`, or as `qkv_format` says. With
@@ -246,8 +250,11 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
         Raises:
             ValueError: shapes, masks, `cu_seqlens` or biases that do not fit together; a call that
                 no backend takes, with the reason of each.
-            TypeError: dtypes that are not supported or differ.
+            TypeError: dtypes that are not supported or differ; unknown keywords.
+            NotImplementedError: another value of a keyword of `others`.
         """
+        if others:
+            check_later(self, others)
         inputs: tuple[Any, Any, Any] = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None:
             inputs = unpacked(*inputs, qkv_layer, kv_layer, qkv_interleave_dim)
@@ -270,8 +277,8 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )
-        if (exports := exporting()) or fp8_output:
-            refuse_rare(self, fp8_output, own.qkv_format, inference_params)
+        if exports := exporting():
+            refuse_in_export(self, own.qkv_format, inference_params)
         casts = casts_of(self, (query, key, value), checkpoint_core_attention)
         step, cache = None, ""
         if inference_params is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +21,27 @@ from transformer_engine.pytorch.attention.masks.masks import Window, as_window
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import refuse, refuse_training
-from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.arguments import (
+    check_keywords,
+    check_numbers,
+    check_sizes,
+    refuse_others,
+)
 from transformer_engine.pytorch.module.inputs import check_tensors, refuse_dtype
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+
+# Keywords of newer versions of `forward`, with the only value that is implemented.
+LATER = {
+    "fp8_output": False,
+    "bf16_backward": False,
+    "score_mod": None,
+    "score_mod_bprop": None,
+    "score_mod_tensors": None,
+    "score_mod_bprop_tensors": None,
+}
 
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Tensor, _dense = torch.Tensor, torch.strided  # looked up once: every call uses them
@@ -144,14 +160,14 @@ def bias_of_rank(bias: Bias, heads: int, ranks: TensorParallel, device: torch.de
     return bias._replace(slopes=own.contiguous())
 
 
-def refuse_rare(
-    module: DotProductAttention, fp8_output: bool, qkv_format: str, inference_params: Any
-) -> None:
-    """Refuse `fp8_output`, and calls that ONNX export cannot express."""
-    if fp8_output:
-        raise NotImplementedError(
-            f"[DotProductAttention] {fp8_output=} is not implemented yet, only False is"
-        )
+def check_later(module: DotProductAttention, keywords: Mapping[str, Any]) -> None:
+    """Raise unless all keywords are those of `LATER`, with the values there."""
+    check_keywords(type(module).forward, keywords, LATER)
+    refuse_others("DotProductAttention", module.name, keywords, LATER)
+
+
+def refuse_in_export(module: DotProductAttention, qkv_format: str, inference_params: Any) -> None:
+    """Refuse calls that ONNX export cannot express."""
     if asks(autocast_stack().scope, module.name):
         refuse("FP8 attention", "use a recipe without fp8_dpa and fp8_mha", module.name)
     if qkv_format == "thd":
