@@ -7,24 +7,21 @@ because scripts written for other versions pass them; misspelt ones are errors.
 
 from __future__ import annotations
 
-import inspect
 import numbers
 import operator
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
-from nvdlfw_inspect.utils import refuse_misspelt
 from transformer_engine import _absent, _env
 from transformer_engine._flags import is_flag
-
-T = TypeVar("T", bound=type)
+from transformer_engine.common._tolerant import tolerant
 
 _GEMM_KINDS = 3
 _LARGEST_MARGIN = 126  # 2^margin and its inverse are normal floats
@@ -118,61 +115,6 @@ class QParams(_Checked):
         self.__post_init__()
 
 
-def _tolerant(recipe: T) -> T:
-    """Let a recipe's constructor accept unknown keywords, with one warning that names them.
-
-    A keyword that is similar to a known one counts as misspelt, which is a TypeError.
-    """
-    strict_init = recipe.__init__  # type: ignore[misc]
-    known = set(inspect.signature(strict_init).parameters)
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        unknown = sorted(set(kwargs) - known)
-        if unknown:
-            refuse_misspelt(recipe.__name__, unknown, known)
-            warnings.warn(
-                f"{recipe.__name__}: ignoring unknown keyword(s) {', '.join(unknown)}",
-                stacklevel=2,
-            )
-            kwargs = {k: v for k, v in kwargs.items() if k in known}
-        strict_init(self, *args, **kwargs)
-
-    __init__.__signature__ = inspect.signature(strict_init)  # type: ignore[attr-defined]
-    recipe.__init__ = __init__  # type: ignore[misc]
-    _explain_frozen(recipe)
-    return recipe
-
-
-def _explain_frozen(recipe: type) -> None:
-    """Let the errors of assignments and deletions say what to write instead."""
-    setting: Any = recipe.__setattr__
-    deleting: Any = recipe.__delattr__
-
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        try:
-            setting(self, name, value)
-        except FrozenInstanceError:
-            known = [one.name for one in fields(self) if one.init]
-            instead = f"the fields of {type(self).__name__} are {', '.join(known)}"
-            if name in known:
-                instead = f"use recipe = dataclasses.replace(recipe, {name}={value!r})"
-            raise _frozen(self, f"an assignment of {name}; {instead}") from None
-
-    def __delattr__(self: Any, name: str) -> None:
-        try:
-            deleting(self, name)
-        except FrozenInstanceError:
-            raise _frozen(self, f"a deletion of {name}") from None
-
-    recipe.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
-    recipe.__delattr__ = __delattr__  # type: ignore[method-assign, assignment]
-
-
-def _frozen(recipe: Any, got: str) -> FrozenInstanceError:
-    kind = type(recipe).__name__
-    return FrozenInstanceError(f"[{kind}] expected recipes to stay as they are, got {got}")
-
-
 @dataclass(frozen=True)
 class Recipe(_Checked):
     """Base of all recipes; the predicates tell the families apart."""
@@ -206,7 +148,7 @@ class Recipe(_Checked):
         return False
 
 
-@_tolerant
+@tolerant
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """Scales from the amaxes of past steps.
@@ -271,7 +213,7 @@ class DelayedScaling(Recipe):
             )
 
 
-@_tolerant
+@tolerant
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
     """Scales from the amax of the tensor itself: `fp8_max / max |x|`.
@@ -317,7 +259,7 @@ def _block_rule() -> QParams:
     return QParams(power_2_scale=True)
 
 
-@_tolerant
+@tolerant
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """A scale for every block of a tensor: `fp8_max / max |x|` over the block.
