@@ -23,7 +23,8 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     transposed,
 )
 from transformer_engine.pytorch.fp8.casts.padding import pad, resized
-from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer, WrappingQuantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
+from transformer_engine.pytorch.fp8.casts.wrapping import WrappingQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import bias_gradient
 from transformer_engine.pytorch.kernels.shapes import rows_of

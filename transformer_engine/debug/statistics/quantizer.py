@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands
-from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer, WrappingQuantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.wrapping import WrappingQuantizer
 
 if TYPE_CHECKING:
     from transformer_engine.debug.statistics.tensor import TensorStatistics

@@ -38,9 +38,9 @@ from transformer_engine.pytorch.fp8.casts.quantizers import (
     IDENTITY,
     Fp8Quantizer,
     Quantizer,
-    WrappingQuantizer,
 )
 from transformer_engine.pytorch.fp8.casts.watched import Watched, WatchedShards, watched_shards
+from transformer_engine.pytorch.fp8.casts.wrapping import WrappingQuantizer
 from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import bias_gradient

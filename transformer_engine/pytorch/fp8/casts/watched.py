@@ -18,7 +18,8 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     transposed,
 )
 from transformer_engine.pytorch.fp8.casts.padding import pad_operands
-from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer, WrappingQuantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.wrapping import WrappingQuantizer
 from transformer_engine.pytorch.kernels.moments import moments
 
 
