@@ -71,6 +71,7 @@ _SWITCHES = 7  # the first seven of _ATTENTION are switches, which are on unless
 _READ = (
     *_ATTENTION,
     *_DEVICE,
+    "NVTE_BACKWARD_OVERRIDE",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
     "TE_ONE_SHOT_COLLECTIVES",
@@ -152,6 +153,11 @@ def block_scaling_fp32_scales() -> bool:
 def current_scaling_power_2_scales() -> bool:
     """NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES: whether current scaling rounds scales down."""
     return os.environ.get("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0").strip() == "1"
+
+
+def backward_override() -> str | None:
+    """NVTE_BACKWARD_OVERRIDE: the default of recipes; None if it is not set, or empty."""
+    return os.environ.get("NVTE_BACKWARD_OVERRIDE", "").strip() or None
 
 
 def one_shot_collectives() -> bool:

@@ -24,6 +24,7 @@ from transformer_engine._flags import is_flag
 from transformer_engine.common._tolerant import tolerant
 
 _GEMM_KINDS = 3
+_OVERRIDES = (None, "high_precision", "dequantized")
 _LARGEST_MARGIN = 126  # 2^margin and its inverse are normal floats
 _LARGEST_EPSILON = torch.finfo(torch.float32).max
 
@@ -166,6 +167,7 @@ class DelayedScaling(Recipe):
         fp8_mha: like `fp8_dpa`; projections and attention still exchange high-precision tensors.
         interval: accepted for old scripts; scales are updated every step.
         override_linear_precision: `(fprop, dgrad, wgrad)`; has no effect, and warns if any is True.
+        backward_override: None; other recipes have further values.
 
     Raises:
         ValueError: a value other than these.
@@ -184,9 +186,11 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._expect("backward_override", self.backward_override is None, "None")
         format, algorithm = self.fp8_format, self.amax_compute_algo
         margins = range(-_LARGEST_MARGIN, _LARGEST_MARGIN + 1)
         self._take_int("margin", margins, f"an int within +-{_LARGEST_MARGIN}")
@@ -230,6 +234,12 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_wgrad: accumulation of the weight-gradient GEMM.
         fp8_dpa: run attention in FP8; not implemented for this recipe, attention refuses it.
         fp8_mha: like `fp8_dpa`.
+        backward_override: "high_precision" runs dgrad and wgrad in the dtype of activations, from
+            the operands before their cast; "dequantized" does so from the values of the codes that
+            the forward has read. Gradients are not cast. None: all GEMMs run in FP8. The default is
+            the value of the variable NVTE_BACKWARD_OVERRIDE, and None if it is not set. A weight
+            that exists only in FP8 is dequantised in both cases. All modules with GEMMs take it,
+            `LayerNormMLP` included.
 
     Raises:
         ValueError: a value other than these.
@@ -248,9 +258,12 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = field(default_factory=_env.backward_override)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        known = self.backward_override in _OVERRIDES
+        self._expect("backward_override", known, "None, 'high_precision' or 'dequantized'")
         known = self.fp8_format in (Format.HYBRID, Format.E4M3)
         self._expect("fp8_format", known, "Format.HYBRID or Format.E4M3")
 
@@ -283,6 +296,7 @@ class Float8BlockScaling(Recipe):
         fp8_gemm_wgrad: accumulation of the weight-gradient GEMM, which must be split.
         fp8_dpa: False; attention runs in high precision.
         fp8_mha: False.
+        backward_override: as for `Float8CurrentScaling`.
 
     Raises:
         ValueError: a value other than these.
@@ -304,9 +318,12 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = field(default_factory=_env.backward_override)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        known = self.backward_override in _OVERRIDES
+        self._expect("backward_override", known, "None, 'high_precision' or 'dequantized'")
         self._expect("fp8_format", self.fp8_format is Format.E4M3, "Format.E4M3")
         wide = []
         for kind in ("x", "w", "grad"):

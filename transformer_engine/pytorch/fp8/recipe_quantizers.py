@@ -329,9 +329,9 @@ class _CalibratingQuantizer(IdentityQuantizer):
 
 def described_gemm(description: Any, columns: Any) -> GemmQuantizers:
     """Rebuild the quantizers of a GEMM; `columns` is None without scaling state."""
-    *six, accumulation = description
+    *six, override, accumulation = description
     of_each = (*(columns or (None, None, None)), None, None, None)
     made = [DESCRIBED[one[0]].rebuilt(one, own) for one, own in zip(six, of_each, strict=True)]
     gemm = GemmQuantizers(*made)
-    gemm.fast_accumulation = accumulation
+    gemm.backward_override, gemm.fast_accumulation = override, accumulation
     return gemm

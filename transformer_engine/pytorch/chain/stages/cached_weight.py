@@ -55,6 +55,7 @@ class CachesWeight(Stage):
     def _cached(self, plan: MatmulPlan) -> CachedWeight | None:
         """The cached weight, if it has what this plan needs."""
         found = self.cached_weight
-        if found is None or (found.operands.columnwise is None and plan.needs_input):
+        columns = plan.weight_request.columnwise
+        if found is None or (found.operands.columnwise is None and columns):
             return None
         return found if found.key == plan.quantizers.weight.cache_key else None

@@ -197,6 +197,8 @@ class Gather(Collective):
         if isinstance(quantizer, WrappingQuantizer):
             watched = watched_shards(quantizer, self.ranks.group)
             return _GatherPlan(call.dtype, False, watched, False)
+        if call.quantizers[self.index].backward_override:  # the Matmul keeps what it needs
+            return _GatherPlan(call.dtype, False, None, False)
         of_shards = quantizer.of_shards(self.ranks.group)
         return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards, False)
 

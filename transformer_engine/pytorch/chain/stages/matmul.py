@@ -31,6 +31,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
     own_matrix,
     restore,
     saved_input,
+    saved_weight,
     shape_of,
     without_padding,
 )
@@ -63,7 +64,7 @@ class _Facts(NamedTuple):
     weight_format: int
     weight_dtype: torch.dtype
     padding: int
-    saves_fp8_weight: bool  # the parameter itself, row-wise
+    weight_rows: bool  # the saved weight is its row-wise codes, see `columnwise_of`
     input_again: bool  # the backward reads `Saved.input_again` instead of a saved input
     adds_residual: bool
 
@@ -120,7 +121,8 @@ class Matmul(CachesWeight):
     def prepare(self, call: CallPlan, first: int) -> MatmulPlan:
         """Choose operands and quantizers."""
         plan = MatmulPlan(call, call.quantizers[self.index], first, self.parameter_count == 2)
-        if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
+        recasts = plan.fp8 and not (plan.overridden or plan.wrapped)
+        if self.save_original_input and recasts and plan.needs_weight:
             quantizer = plan.quantizers.input
             if not quantizer.recasts_alike:
                 raise ValueError(
@@ -133,10 +135,13 @@ class Matmul(CachesWeight):
 
     def omit_input(self, plan: MatmulPlan, again: Recomputes, grad_outlives: bool) -> None:
         """Possible if `backward_params` can run after the backward of the stage before."""
-        enough = again == "operands" or (again == "values" and not plan.fp8)
+        plain = plan.saves_values or not plan.fp8
+        enough = again == "operands" or (again == "values" and plain)
+        if plan.overridden and not plan.saves_values:
+            return  # the backward reads the codes of the forward
         if enough and plan.needs_input and plan.needs_weight and self.delayed is None:
             plan.omits_input = plan.quantizers.input.casts_columns_later
-            plan.request.columnwise = not plan.omits_input
+            plan.request.columnwise &= not plan.omits_input
             if grad_outlives:
                 plan.cast_grad_in_two()
 
@@ -157,7 +162,9 @@ class Matmul(CachesWeight):
         return plan.quantizers.persistent_tensors()
 
     def request(self, plan: MatmulPlan, x: torch.Tensor) -> OperandRequest | None:
-        """Row-wise for fprop, column-wise for wgrad."""
+        """Row-wise for fprop, column-wise for wgrad; None if wgrad reads the values."""
+        if plan.saves_values and plan.needs_weight:
+            return None
         return plan.request if _fuses(plan.request, plan, x) else None
 
     def grad_request(self, plan: MatmulPlan, grad: torch.Tensor) -> OperandRequest | None:
@@ -185,8 +192,8 @@ class Matmul(CachesWeight):
         if parts is None:
             x = waited(x)
             operands, padding = self._operands(x, plan)
-        if plan.fp8_weight:
-            own = own_matrix(weight)
+        own = own_matrix(weight) if plan.fp8_weight else None
+        if own is not None:
             w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
         else:
             w = self.weight_operands(weight, plan) if made is None else made
@@ -219,15 +226,15 @@ class Matmul(CachesWeight):
                 y = dropout_add_forward(y, None, residual, None, 0.0)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        x_data, x_scales, x_format, again = saved_input(x, operands, plan)
-        saves_fp8_weight = plan.fp8_weight and w.columnwise is None
-        column = own if saves_fp8_weight else w.columnwise
-        w_data, w_scales, w_format = flatten(column if plan.needs_input else None)
+        x_data, x_scales, x_format, again = saved_input(x, operands, padding, plan)
+        column, weight_rows = saved_weight(weight, own, w, plan)
+        w_data, w_scales, w_format = flatten(column)
         if w_data is not None and plan.pads and not plan.compiling and top_hooks(True) is not None:
             # Tell `offload` that this is a parameter, which stays, or a copy of a weight.
-            setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
+            stays = w_data is weight or column is own
+            setattr(w_data, "never_offloaded" if stays else "weight_offloading", True)
         adds = residual is not None
-        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, again, adds)
+        facts = _Facts(x_format, w_format, weight.dtype, padding, weight_rows, again, adds)
         return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
@@ -270,7 +277,7 @@ class Matmul(CachesWeight):
             return None
         weight = parameters[0]
         assert weight is not None
-        operands = None if plan.quantizers.fp8 else plan.dtype
+        operands = None if "wgrad" in plan.quantizers.fp8_gemms else plan.dtype
         target = gemm.main_grad_target(weight, plan.first_microbatch is True, self.name, operands)
         # `backward_dw` computes a delayed gradient: autograd gets none, not even a placeholder.
         return target if self.delayed is None else target._replace(has_placeholder=False)
@@ -298,7 +305,7 @@ class Matmul(CachesWeight):
         if not plan.needs_input:
             return (None, *of_residual), operands
         weight = restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
-        column = None if facts.saves_fp8_weight else weight  # made for the first product
+        column = None if facts.weight_rows else weight  # made for the first product
 
         def multiply(rows: Any, out: torch.Tensor | None = None) -> torch.Tensor:
             nonlocal column
@@ -309,7 +316,7 @@ class Matmul(CachesWeight):
 
         if parts is not None:
             data: Any = weight.codes if isinstance(weight, Fp8Matrix) else weight
-            column_wise = isinstance(weight, Fp8Matrix) and not facts.saves_fp8_weight
+            column_wise = isinstance(weight, Fp8Matrix) and not facts.weight_rows
             features = data.shape[0 if column_wise else 1]
             dx = product_of_parts(parts, features, plan.dtype, multiply)
             operands = grad.wait() if plan.needs_weight else operands
@@ -338,6 +345,8 @@ class Matmul(CachesWeight):
         elif plan.input_in_backward is not None:
             request = plan.input_in_backward
             x = plan.quantizers.input.padded(x, facts.padding, request).columnwise  # type: ignore[arg-type]
+        elif plan.overridden and isinstance(x, Fp8Matrix):
+            x = columnwise_of(x, grad.columnwise, plan.dtype)
         target: gemm.WgradTarget = saved.target or gemm.WgradTarget(facts.weight_dtype)
         fast, quantizer = plan.fast_accumulation[2], plan.quantizers.wgrad
         first_target = target

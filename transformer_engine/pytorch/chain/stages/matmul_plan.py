@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
-from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers, Quantizer
 
 
 class MatmulPlan:
-    """The plan of a `Matmul`: facts of the call, and the requests for its operands."""
+    """The plan of a `Matmul`: facts of the call, and the requests for its operands.
+
+    With the recipe's `backward_override` the requests ask for no column-wise sides, unless a
+    feature of the debugger may replace them: the backward reads what `sides.saved_side` returns.
+    """
 
     __slots__ = (
         "caches",
@@ -29,10 +33,12 @@ class MatmulPlan:
         "needs_input",
         "needs_weight",
         "omits_input",
+        "overridden",
         "pads",
         "quantizers",
         "request",
         "requires_grad",
+        "saves_values",
         "weight_request",
         "wrapped",
     )
@@ -62,8 +68,12 @@ class MatmulPlan:
         self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
         self.input_in_backward: OperandRequest | None = None  # with `save_original_input`
         self.omits_input = False  # the stage before computes it again in the backward
-        self.request = OperandRequest(quantizers.input, True, self.needs_weight)
-        self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
+        self.overridden = quantizers.backward_override is not None
+        self.saves_values = quantizers.backward_override == "high_precision"
+        columns = self.needs_weight and self._takes_columns(quantizers.input)
+        self.request = OperandRequest(quantizers.input, True, columns)
+        columns = self.needs_input and self._takes_columns(quantizers.weight)
+        self.weight_request = OperandRequest(quantizers.weight, True, columns)
         self.request.active = self.weight_request.active = call.cse_barrier
         bias_grad = call.dtype if self.needs_bias else None
         self.grad_request: OperandRequest | None = None  # None: only the bias needs one
@@ -74,10 +84,13 @@ class MatmulPlan:
                 quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
             )
 
+    def _takes_columns(self, quantizer: Quantizer) -> bool:
+        return not self.overridden or quantizer.calls_features
+
     def cast_grad_in_two(self) -> None:
         """Request the sides of the gradient one by one, if possible."""
         quantizer = self.quantizers.grad_output
-        if self.fp8 and quantizer.casts_columns_later and not self.compiling:
+        if quantizer.is_fp8 and quantizer.casts_columns_later and not self.compiling:
             assert self.grad_request is not None
             self.grad_rows = OperandRequest(quantizer, True, False, self.grad_request.bias_grad)
             self.grad_columns = OperandRequest(quantizer, False, True)

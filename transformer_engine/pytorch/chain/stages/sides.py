@@ -17,7 +17,9 @@ from transformer_engine.pytorch.fp8.casts.operands import (
     Value,
     transposed,
 )
+from transformer_engine.pytorch.fp8.casts.padding import pad
 from transformer_engine.pytorch.fp8.casts.watched import Watched
+from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.memory import strides_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -31,20 +33,49 @@ def flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None
     return side, None, -1
 
 
+def saved_side(x: Any, operands: Operands, padding: int, plan: MatmulPlan) -> Side | None:
+    """The side of a tensor that the backward reads: column-wise, or what the recipe asks for.
+
+    With its `backward_override` these are the values before the cast, with rows of zeros appended,
+    or the row-wise codes; except where a feature of the debugger has made a column-wise side.
+    """
+    column = operands.columnwise
+    if not plan.overridden or isinstance(column, torch.Tensor):
+        return column
+    return pad(cast(x, plan.dtype), padding) if plan.saves_values else operands.rowwise
+
+
+def saved_weight(
+    weight: torch.Tensor, own: Fp8Matrix | None, operands: Operands, plan: MatmulPlan
+) -> tuple[Side | None, bool]:
+    """What the backward reads of a weight, and whether that is row-wise codes.
+
+    `own` are the codes of a weight kept in FP8.
+    """
+    if not plan.needs_input:
+        return None, False
+    if own is not None and operands.columnwise is None:
+        return own, True
+    side = saved_side(weight, operands, 0, plan)
+    return side, plan.overridden and isinstance(side, Fp8Matrix)
+
+
 def saved_input(
-    x: Any, operands: Operands, plan: MatmulPlan
+    x: Any, operands: Operands, padding: int, plan: MatmulPlan
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
     """What a Matmul saves of its input, as `flatten` returns it.
 
     The last element says whether the backward gathers or computes the input again instead.
     """
     if plan.omits_input:
-        _, scales, format = flatten(operands.rowwise)
+        _, scales, format = flatten(None if plan.overridden else operands.rowwise)
         return None, scales, format, True
-    regathered = operands.columnwise is None and not isinstance(x, torch.Tensor)
+    if not plan.needs_weight:
+        return None, None, -1, False
+    gathered = operands.columnwise is None and not isinstance(x, torch.Tensor)
+    regathered = gathered and not plan.overridden
     original = plan.input_in_backward is not None and not regathered
-    side = x if original else operands.columnwise
-    return *flatten(side if plan.needs_weight else None), regathered
+    return *flatten(x if original else saved_side(x, operands, padding, plan)), regathered
 
 
 def restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int) -> Side | None:
@@ -85,15 +116,15 @@ def own_matrix(weight: torch.Tensor) -> Fp8Matrix:
     return matrix
 
 
-def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
-    """The side of a weight kept in FP8 that dgrad takes, made only for this GEMM.
+def columnwise_of(rows: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
+    """The column-wise side of row-wise codes, made only for the GEMM with `other`.
 
     It is the transpose of the codes if the other operand is FP8, else the values in `dtype`.
     """
-    assert isinstance(weight, Fp8Matrix)
+    assert isinstance(rows, Fp8Matrix)
     if isinstance(other, Fp8Matrix):
-        return transposed(weight)
-    return dequantize(weight.codes, weight.format, weight.scales, dtype)
+        return transposed(rows)
+    return dequantize(rows.codes, rows.format, rows.scales, dtype)
 
 
 def grad_operands(

@@ -267,10 +267,12 @@ SIX = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
 class GemmQuantizers:
     """The six quantizers of one Matmul: three before its GEMMs, three after them.
 
-    None stands for the identity.
+    None stands for the identity. With `backward_override`, see `Float8CurrentScaling`, the
+    gradient is not cast, and Matmul does not request column-wise codes.
     """
 
     __slots__ = (
+        "backward_override",
         "dgrad",
         "fast_accumulation",
         "fp8",
@@ -292,13 +294,16 @@ class GemmQuantizers:
         output: Quantizer | None = None,
         dgrad: Quantizer | None = None,
         wgrad: Quantizer | None = None,
+        *,
+        backward_override: str | None = None,
     ) -> None:
         self.input = input or IDENTITY
         self.weight = weight or IDENTITY
-        self.grad_output = grad_output or IDENTITY
+        self.grad_output = IDENTITY if backward_override else grad_output or IDENTITY
         self.output = output or IDENTITY
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
+        self.backward_override = backward_override
         self.fp8 = self.input.is_fp8
         self.pads = self.fp8  # tokens are padded to what FP8 GEMMs take
         self.wrapped = False  # the debugger inspects these GEMMs
@@ -322,6 +327,7 @@ class GemmQuantizers:
     def _with(self, changed: Mapping[str, Quantizer], wraps: bool = False) -> GemmQuantizers:
         made = GemmQuantizers(**{name: getattr(self, name) for name in SIX} | dict(changed))
         made.fp8, made.pads = self.fp8, self.pads
+        made.backward_override = self.backward_override
         made.fast_accumulation = self.fast_accumulation
         made.wrapped = self.wrapped or wraps
         return made
@@ -332,13 +338,20 @@ class GemmQuantizers:
         quantizers = zip(("input", "weight"), (self.input, self.weight), first, strict=True)
         return self._with({name: q.for_recompute(scale) for name, q, scale in quantizers})
 
+    @property
+    def fp8_gemms(self) -> tuple[str, ...]:
+        """The GEMMs that the recipe runs in FP8, of fprop, dgrad and wgrad."""
+        if not self.fp8:
+            return ()
+        return ("fprop",) if self.backward_override else ("fprop", "dgrad", "wgrad")
+
     def description(self) -> tuple[Any, ...] | None:
         """Constants for `described_gemm`; None if a quantizer cannot be rebuilt."""
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         constants = [quantizer.description() for quantizer in six]
         if self.wrapped or None in constants:
             return None
-        return (*constants, self.fast_accumulation)
+        return (*constants, self.backward_override, self.fast_accumulation)
 
     def persistent_tensors(self) -> Tensors:
         """See `Quantizer.persistent_tensors`."""

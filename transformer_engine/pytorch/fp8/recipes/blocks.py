@@ -101,6 +101,7 @@ class BlockRules(RecipeRules):
             input=quantizer(recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim, forward),
             weight=quantizer(recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim, forward),
             grad_output=quantizer(*of_grad, backward),
+            backward_override=recipe.backward_override,
         )
         gemms.fast_accumulation = (False, False, False)
         return gemms

@@ -121,6 +121,7 @@ class CurrentRules(RecipeRules):
             input=quantizer(recipe.fp8_quant_fwd_inp, self.forward_format(recipe)),
             weight=quantizer(recipe.fp8_quant_fwd_weight, self.forward_format(recipe)),
             grad_output=quantizer(recipe.fp8_quant_bwd_grad, self.backward_format(recipe)),
+            backward_override=recipe.backward_override,
         )
         gemms.fast_accumulation = (
             not recipe.fp8_gemm_fprop.use_split_accumulator,
