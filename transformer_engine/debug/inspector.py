@@ -126,7 +126,7 @@ class Inspector:
         names = module.chain.gemm_names
         about = zip(names, call.quantizers, _gemms_in_blocks(call), strict=True)
         plans = [
-            Planner(self.manager, name, quantizers.fp8, self.iteration, in_blocks).plan()
+            Planner(self.manager, name, quantizers.fp8_gemms, self.iteration, in_blocks).plan()
             for name, quantizers, in_blocks in about
         ]
         for plan in plans:
@@ -330,8 +330,8 @@ class Inspector:
             found.append(compiled.traced(about, own))
         return found
 
-    def enter_graph(self, layer: str, fp8: bool) -> None:
-        """Called when a layer is compiled.
+    def enter_graph(self, layer: str, fp8: Sequence[str]) -> None:
+        """Called when a layer is compiled; `fp8` are the GEMMs that its recipe runs in FP8.
 
         Raises:
             RuntimeError: a feature that needs Python is selected for the layer.
@@ -374,12 +374,12 @@ def _device_of(module: TransformerEngineBaseModule) -> torch.device:
 
 
 def _wrapping(
-    inner: Quantizer, plan: TensorPlan, fp8: bool, calls: FeatureCalls, dtype: torch.dtype
+    inner: Quantizer, plan: TensorPlan, fp8: Sequence[str], calls: FeatureCalls, dtype: torch.dtype
 ) -> Quantizer:
     if not plan.active(fp8):
         return inner
     if plan.tensor.is_operand:
-        return InspectedQuantizer(inner, plan, calls, dtype)
+        return InspectedQuantizer(inner, plan, calls, dtype, fp8)
     return InspectedResult(inner, plan, calls)
 
 

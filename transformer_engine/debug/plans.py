@@ -46,14 +46,13 @@ class TensorPlan:
         """Whether features are called while the layer runs."""
         return self.inspect or self.inspect_rowwise or self.inspect_columnwise or self.modifies
 
-    def active(self, fp8: bool) -> bool:
-        """Whether anything differs from a run without the debugger."""
+    def active(self, fp8: Sequence[str]) -> bool:
+        """Whether anything differs from a run without the debugger; `fp8` as in `LayerPlan`."""
         if self.calls:
             return True
-        return (
-            self.tensor.is_operand
-            and fp8
-            and Plan.HIGH_PRECISION in (self.rowwise, self.columnwise)
+        sides = ((self.tensor.rowwise, self.rowwise), (self.tensor.columnwise, self.columnwise))
+        return self.tensor.is_operand and any(
+            gemm in fp8 and plan is Plan.HIGH_PRECISION for gemm, plan in sides
         )
 
 
@@ -62,7 +61,7 @@ class LayerPlan:
     """How the tensors of one layer (a GEMM triple) are made and inspected."""
 
     layer: str
-    fp8: bool  # the recipe casts operands to FP8
+    fp8: Sequence[str]  # the GEMMs that the recipe runs in FP8
     tensors: dict[str, TensorPlan]
     next_iteration: int | None  # the first iteration at which a decision may differ
 
@@ -85,7 +84,7 @@ class Planner:
 
     manager: Any
     layer: str
-    fp8: bool  # the recipe casts operands to FP8
+    fp8: Sequence[str]  # the GEMMs that the recipe runs in FP8
     iteration: int
     gemms_in_blocks: Sequence[str] = ()  # GEMMs whose operands have a scale for each block
     next_iteration: int | None = None  # the first iteration at which an answer may differ
@@ -129,7 +128,7 @@ class Planner:
         modify = self._ask("modify_tensor_enabled", tensor, gemm)
         if modify and not self._makes_fp8(tensor, gemm):
             return Plan.MODIFY
-        if not (tensor.is_operand and self.fp8):
+        if not (tensor.is_operand and gemm in self.fp8):
             if modify:
                 self._warn(tensor, gemm, "the recipe runs this GEMM in high precision")
             return Plan.HIGH_PRECISION

@@ -6,7 +6,7 @@ of a GEMM. The `Inspector` puts them into the plan of a call if a feature is due
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,16 @@ class InspectedQuantizer(WrappingQuantizer):
 
     The wrapped quantizer casts the sides that no feature modifies, also in fused kernels, so that
     inspection does not change a bit of them. Operands in high precision have the dtype `dtype`.
+    `fp8` are the GEMMs that the recipe runs in FP8.
     """
 
     def __init__(
-        self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls, dtype: torch.dtype
+        self,
+        inner: Quantizer,
+        plan: TensorPlan,
+        calls: FeatureCalls,
+        dtype: torch.dtype,
+        fp8: Sequence[str],
     ) -> None:
         assert plan.tensor.columnwise is not None
         self.statistics: TensorStatistics | None = None
@@ -63,6 +69,9 @@ class InspectedQuantizer(WrappingQuantizer):
         self.dtype = dtype
         self.default = inner.public()
         self.gemms = (plan.tensor.rowwise, plan.tensor.columnwise)
+        # With `backward_override` Matmul decides what the backward reads of an operand of fprop.
+        plain = plan.columnwise is Plan.HIGH_PRECISION and plan.tensor.columnwise not in fp8
+        self.makes_columns = not (plain and plan.tensor.rowwise in fp8)
 
     @property
     def cache_key(self) -> Hashable:
@@ -156,7 +165,7 @@ class InspectedQuantizer(WrappingQuantizer):
         if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
             quantized = _as_tensor(x, cast, self.inner.public())
         # The documented order of calls is column-wise, then row-wise.
-        if request.columnwise:
+        if request.columnwise and self.makes_columns:
             result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
         if request.rowwise:
             result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)

@@ -177,7 +177,7 @@ def traced(about: LayerInGraph, quantizers: GemmQuantizers) -> GemmQuantizers:
     Raises:
         RuntimeError: a feature that needs Python is selected for the layer.
     """
-    _enter(about.layer, quantizers.fp8, about.session)
+    _enter(about.layer, quantizers.fp8_gemms, about.session)
     feeds: dict[str, str] = {}
     for tensor in TENSORS:
         inner: Quantizer = getattr(quantizers, tensor.quantizer)
@@ -193,7 +193,7 @@ def traced(about: LayerInGraph, quantizers: GemmQuantizers) -> GemmQuantizers:
 
 
 @constant_in_graphs
-def _enter(layer: str, fp8: bool, session: str) -> None:
+def _enter(layer: str, fp8: Sequence[str], session: str) -> None:
     process_state().inspector.enter_graph(layer, fp8)
 
 
