@@ -13,6 +13,7 @@ import torch.distributed as dist
 from attempts import failures
 from peer_messages import in_parts as passing_in_parts
 from sizes import as_large_inputs
+from tensor_parallel_backward import backwards_in_high_precision
 from tensor_parallel_options import OPTIONS
 from tensor_parallel_overlap import overlap_on_request
 from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
@@ -347,6 +348,7 @@ SCENARIOS = {
         parts_of_odd_sizes,
         recipes_that_share_no_amaxes,
         overlap_on_request,
+        backwards_in_high_precision,
         *OPTIONS,
         *SETTINGS,
     )

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from backward_override import OVERRIDES, overriding
 from emulated_graphs import emulate, graphs, sample
 from graph_helpers import batch, layer
 from precisions import RECIPES, scope
@@ -53,6 +54,14 @@ def test_as_eager_calls(monkeypatch, calls, recipe: str) -> None:
     emulate(monkeypatch)
     (part,) = graphs([graphed], [((sample(),), {})], RECIPES[recipe], cached=True)
     assert_equal(run(_replaced(part), calls, recipe, x), expected)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
+def test_backwards_in_high_precision(monkeypatch, calls, override: str) -> None:
+    for recipe in ("current", "blocks"):
+        monkeypatch.setitem(RECIPES, recipe, overriding(recipe, override))
+    test_as_eager_calls(monkeypatch, calls, "current")
 
 
 @pytest.mark.gpu

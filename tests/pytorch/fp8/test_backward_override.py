@@ -18,6 +18,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
+from transformer_engine.pytorch import capture
 
 HIDDEN = 64
 MODULES = {
@@ -166,6 +167,20 @@ def test_cached_weights(override, name, device) -> None:
     for first, one in ((True, None), (False, override), (False, None)):
         found = step(module, overriding("current", one), x, first)
         assert_equal(found, wanted if one else plain)
+    step(module, recipe, x, True)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(-1.0 if weight.ndim == 2 else 1.0)
+    assert torch.equal(step(module, recipe, x, False)[0], wanted[0])
+
+
+@overrides
+@pytest.mark.parametrize("name", ["norm linear", "mlp"])
+def test_large_gradients_are_not_cast_either(override, name, device, monkeypatch) -> None:
+    wanted = step(made(name, device), overriding("current", override), inputs(device))
+    monkeypatch.setattr(capture, "HOST_BOUND_BYTES", 0)
+    found = step(made(name, device), overriding("current", override), inputs(device))
+    assert_equal(found, wanted)
 
 
 @overrides
