@@ -108,7 +108,9 @@ def test_statistics_are_those_of_the_casts(name, override, device: str, tmp_path
         for operand in ("activation, gemm wgrad", "weight, gemm dgrad", "gradient, gemm dgrad"):
             assert f"Tensor: {operand} - {how}" in log
         assert "Tensor: activation, gemm fprop - FP8 quantization" in log
-    assert found[0] == found[1] != {}
+    assert found[0].keys() == found[1].keys() != set()
+    for key, row in found[0].items():  # another kernel adds up in another order
+        assert row == pytest.approx(found[1][key], rel=1e-9), key
 
 
 @pytest.mark.filterwarnings("ignore:.*Skipping stats collection")

@@ -15,7 +15,8 @@ struct TileMapPolicy {
 
 // There are two aims: enough loads in flight to hide the latency of memory (32 KiB on each
 // multiprocessor are enough, most policies have 96 KiB and more), and enough blocks that some load
-// while others compute and store.
+// while others compute and store. A thread that instead reads a row whenever it is done with one
+// has loads in flight all the time, but GELU's backward then takes 95 us instead of 80.
 //
 // Moments take 20 registers from row to row, and a few more for fp16, whose sums are folded more
 // often.

@@ -96,10 +96,10 @@ def test_definition(rows, name, recipe, override, device) -> None:
     module.zero_grad()
     backward(expected(module, leaf, with_override))
     wanted = [leaf.grad, *[p.grad for p in module.parameters()]]
-    # The codes of FC2's input may differ by one; casts to FP8 in the backward would add 3e-2.
+    # The codes of FC2's input may differ by one; casts to FP8 in the backward add 2e-2 and more.
     for actual, one, of_fp8 in zip(found[1:], wanted, plain[1:], strict=True):
         assert apart(actual, one) < 6e-3
-        assert one.ndim == 1 or apart(of_fp8, one) > 2e-2
+        assert one.ndim == 1 or apart(of_fp8, one) > 1e-2
 
 
 @overrides
