@@ -3,6 +3,8 @@
 // of the blocks that have scales (quantized_args.h).
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
 #include "bindings/recording.h"
@@ -18,7 +20,7 @@ namespace py = pybind11;
 bool run(GemmArgs args) {
   const Device device = args.a.data.device;
   const Stream stream = bridge::current_stream(device);
-  args.workspace = gemm_workspace(device, stream);
+  std::tie(args.workspace, args.counts_tiles) = gemm_workspace(device, stream);
   return gemm(args, stream);
 }
 

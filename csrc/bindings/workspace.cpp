@@ -22,12 +22,14 @@ struct Buffer {
   py::object tensor;
   TensorView view;
   bool leased = false;  // a running recording uses it
+  bool counts_tiles = false;
 };
 
 // The GIL guards this table. It is never destroyed, because Python ends before static destructors.
 struct Table {
   py::object zeros;  // (bytes, CUDA device index) -> uint8 tensor of no memory pool, already zero
   py::object empty;  // (bytes, CUDA device index) -> uint8 tensor of the pool of this thread
+  py::object counts_tiles;  // () -> whether GEMMs count tiles
   std::map<std::tuple<Purpose, int32_t, void*>, Buffer> buffers;
   std::vector<Buffer> outgrown;
 };
@@ -55,9 +57,14 @@ TensorView buffer(Purpose purpose, Device device, Stream stream, int64_t bytes) 
 
 }  // namespace
 
-TensorView gemm_workspace(Device device, Stream stream) {
+std::pair<TensorView, bool> gemm_workspace(Device device, Stream stream) {
   if (device.type == DeviceType::CPU) return {};
-  return buffer(Purpose::Gemm, device, stream, kGemmBytes);
+  Buffer& found = table().buffers[{Purpose::Gemm, device.index, stream.handle}];
+  if (!found.view) {
+    grown(Purpose::Gemm, device, stream, kGemmBytes);
+    found.counts_tiles = py::cast<bool>(table().counts_tiles());
+  }
+  return {found.view, found.counts_tiles};
 }
 
 ColumnSumWorkspace column_sum_workspace(const SumsOutput& output, const TensorView& x,
@@ -154,12 +161,13 @@ TensorView amax_scratch(Device device, Stream stream, size_t number) {
 
 void bind_workspace(py::module_& m) {
   m.def(
-      "set_workspace_allocators",
-      [](const py::object& zeros, const py::object& empty) {
+      "set_workspace_functions",
+      [](const py::object& zeros, const py::object& empty, const py::object& counts_tiles) {
         table().zeros = zeros;
         table().empty = empty;
+        table().counts_tiles = counts_tiles;
       },
-      py::arg("zeros"), py::arg("empty"));
+      py::arg("zeros"), py::arg("empty"), py::arg("counts_tiles"));
 }
 
 }  // namespace te::bindings

@@ -10,6 +10,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <utility>
+
 #include "bindings/tensor_bridge.h"
 #include "core/tensor_view.h"
 #include "ops/column_sum.h"
@@ -17,8 +19,9 @@
 
 namespace te::bindings {
 
-// The workspace of a GEMM, 32 MiB on CUDA; absent on the CPU.
-TensorView gemm_workspace(Device device, Stream stream);
+// The workspace of a GEMM, 32 MiB on CUDA and absent on the CPU, and whether the GEMM counts tiles.
+// The answer is that of `counts_tiles` in Python when the first GEMM of the stream runs.
+std::pair<TensorView, bool> gemm_workspace(Device device, Stream stream);
 
 // The column sums of a running recording that one launch adds up at its end, instead of a launch
 // after each op. Until then, every op has its own part of the memory. Another recording that runs

@@ -181,7 +181,9 @@ std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
   return algorithm;
 }
 
-int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm) {
+int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm,
+                        bool counts_tiles) {
+  if (counts_tiles) return terms.workspace_bytes;
   constexpr size_t kVersionMeasured = 130000;  // what older ones do without a workspace is unknown
   constexpr int64_t kCounterBytes = sizeof(int32_t);
   // Where k is split, blocks may count finished parts of a tile in the workspace, too.

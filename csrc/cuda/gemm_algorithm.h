@@ -46,12 +46,15 @@ GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algorithm);
 std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
                                                     const GemmAlgorithm& description);
 
-// How much workspace a run of the algorithm is given: none if the algorithm would use it only for
-// the counter from which thread blocks of most kernels for Hopper take the tiles that they compute.
-// cuBLASLt sets the counter to zero before each run, by a launch that costs 2 to 4 us with the gaps
-// around it. Without a workspace the same kernel fixes in advance which block computes which tile.
-// Results are the same bit for bit; large GEMMs are as fast, others are 1 to 6 % faster.
-int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm);
+// How much workspace a run of the algorithm is given. Most kernels for Hopper use it only for a
+// counter, from which thread blocks take the tiles that they compute. cuBLASLt sets the counter to
+// zero before each run, by a launch that costs 2 to 4 us with the gaps around it. Without a
+// workspace the same kernel fixes in advance which block computes which tile. Results are the same
+// bit for bit; large GEMMs are as fast, others are 1 to 6 % faster. So these kernels are given
+// none, unless the GEMM `counts_tiles`: where another kernel occupies multiprocessors, such as one
+// of NCCL, blocks that start late would leave their tiles for the end.
+int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm,
+                        bool counts_tiles);
 
 // All algorithms that differ in one number, and that cuBLASLt accepts: another tile, number of
 // stages, cluster, order of tiles or custom option.

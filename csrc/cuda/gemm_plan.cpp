@@ -70,14 +70,15 @@ GemmKey::GemmKey(const GemmArgs& args)
       device(args.a.data.device.index),
       alignment{alignment_of({args.a.data.data, args.b.data.data}),
                 alignment_of({args.d.data, args.addend.data, args.bias.data})},
-      workspace_bytes(args.workspace.bytes()) {}
+      workspace_bytes(args.workspace.bytes()),
+      counts_tiles(args.counts_tiles) {}
 
 size_t GemmKeyHash::operator()(const GemmKey& key) const {
   const GemmProblem& p = key.problem;
   uint64_t flags = 0;
   for (const DType part : {p.a, p.b, p.d}) flags = flags << 4 | static_cast<uint64_t>(part);
-  for (const bool part :
-       {p.a_transposed, p.b_transposed, p.fast_accumulation, p.adds, key.has_bias, key.allow_tf32})
+  for (const bool part : {p.a_transposed, p.b_transposed, p.fast_accumulation, p.adds, key.has_bias,
+                          key.allow_tf32, key.counts_tiles})
     flags = flags << 1 | static_cast<uint64_t>(part);
   for (const ScaleBlocks part : {p.a_blocks, p.b_blocks})
     flags = flags << 2 | static_cast<uint64_t>(part);
@@ -132,7 +133,7 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
 
 void GemmPlan::use(const cublasLtMatmulAlgo_t& algorithm) {
   algorithm_ = algorithm;
-  workspace_bytes_ = workspace_bytes(terms(), algorithm);
+  workspace_bytes_ = workspace_bytes(terms(), algorithm, key_.counts_tiles);
 }
 
 void GemmPlan::set_pointers(const GemmArgs& args) {

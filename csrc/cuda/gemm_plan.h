@@ -22,6 +22,7 @@ struct GemmKey {
   int32_t device = 0;
   MatmulAlignment alignment;
   int64_t workspace_bytes = 0;
+  bool counts_tiles = false;
 
   explicit GemmKey(const GemmArgs& args);
   auto operator<=>(const GemmKey&) const = default;

@@ -34,6 +34,7 @@ struct GemmArgs {
   TensorView addend;               // [m, n], of the dtype of D; may be D itself
   TensorView bias;                 // [n], of gemm_bias_dtype()
   TensorView workspace;            // CUDA: uint8, 32 MiB
+  bool counts_tiles = false;       // CUDA: see cuda/gemm_algorithm.h
   bool allow_tf32 = true;          // fp32 operands on the tensor cores
 };
 

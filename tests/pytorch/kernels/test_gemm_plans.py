@@ -1,5 +1,6 @@
 """The cache of cuBLASLt plans of gemm: reuse, streams, capture, algorithms, a missing library."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -127,16 +128,25 @@ def test_capture(kind):
     assert_close(main_grad, 2 * product(a, b), 2 * slack(a, b, "cuda"))
 
 
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
-def test_a_gemm_of_many_tiles_is_one_launch(kind):
+def test_launches_of_a_gemm_of_many_tiles(kind, ranks, count, monkeypatch):
+    """Where several ranks train, a launch sets the counter of tiles to zero first."""
     if torch.cuda.get_device_capability() != (9, 0) or int(torch.version.cuda.split(".")[0]) < 13:
         pytest.skip("how tiles are assigned was measured on Hopper, with cuBLASLt 13")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     a, b = both((4096, 4096, 64), kind)
-    multiply(a, b)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    torch.cuda.synchronize()
+    handle = ctypes.c_void_p()  # a stream that no test has used: torch's are of a pool
+    torch.cuda.check_error(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle)))
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
         multiply(a, b)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            multiply(a, b)
     launches = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    assert len(launches) == 1, [event.name for event in launches]
+    assert len(launches) == count, [event.name for event in launches]
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)

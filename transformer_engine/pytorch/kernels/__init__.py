@@ -38,4 +38,14 @@ def _allocate_scratch(size: int, device: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
-_C.set_workspace_allocators(_allocate_zeros, _allocate_scratch)
+def _counts_tiles() -> bool:
+    """Whether thread blocks of GEMMs take tiles from a counter, or are assigned tiles in advance.
+
+    The counter costs a launch. It pays where kernels of NCCL may occupy multiprocessors meanwhile.
+    """
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return ready and distributed.get_world_size() > 1
+
+
+_C.set_workspace_functions(_allocate_zeros, _allocate_scratch, _counts_tiles)
