@@ -95,6 +95,11 @@ MORE = {
         "apply_fused_qkv_rotary_pos_emb",
         "apply_rotary_pos_emb",
     ),
+    "transformer_engine.pytorch.attention.dot_product_attention": ("_attention_backends",),
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention": (
+        "DotProductAttention",
+        "_attention_backends",
+    ),
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": (
         "generate_positional_ids_for_cp",
         "get_batch_on_this_cp_rank",

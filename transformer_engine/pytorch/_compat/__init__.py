@@ -21,6 +21,7 @@ _STORAGES = {
 
 # Path: {name: where it is defined}, both relative to the package.
 IMPORT_PATHS: dict[str, dict[str, str]] = {
+    "attention.dot_product_attention": {"_attention_backends": "attention.attention_params"},
     "attention.dot_product_attention.context_parallel": dict.fromkeys(
         (
             "generate_positional_ids_for_cp",
@@ -29,6 +30,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         ),
         "attention.context.batches",
     ),
+    "attention.dot_product_attention.dot_product_attention": {
+        "DotProductAttention": "attention.dot_product_attention",
+        "_attention_backends": "attention.attention_params",
+    },
     "attention.dot_product_attention.utils": dict.fromkeys(
         ("AttentionParams", "get_attention_backend"), "attention.attention_params"
     ),

@@ -32,6 +32,10 @@ _ONLY = {
 }
 _SCORE_BIASES = ("pre_scale_bias", "post_scale_bias")
 
+# Programs for NVIDIA's package set this after they have changed a variable such as NVTE_FUSED_ATTN.
+# Here every call reads the variables, so nothing reads it.
+_attention_backends = {"backend_selection_requires_update": False}
+
 Answer = tuple[
     bool, TorchVersion | None, bool, "FusedAttnBackend | None", bool, list[bool]
 ]  # see `get_attention_backend`
