@@ -43,6 +43,12 @@ MatrixLayout layout_of(DType type, int64_t outer, int64_t k, bool transposed) {
   return transposed ? MatrixLayout(type, outer, k) : MatrixLayout(type, k, outer);
 }
 
+// Whether algorithms were timed on this device: on Hopper.
+bool is_measured(int32_t device) {
+  constexpr int kMeasuredOn = 90;
+  return device_limits({DeviceType::CUDA, device}).capability == kMeasuredOn;
+}
+
 // Block scales came with cuBLASLt 12.9. The library that is opened at run time has the major
 // version of our headers, but may be older than they are, and then refuses the attribute.
 void set_scale_modes([[maybe_unused]] MatmulDesc& desc, [[maybe_unused]] const GemmProblem& p) {
@@ -133,7 +139,8 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
 
 void GemmPlan::use(const cublasLtMatmulAlgo_t& algorithm) {
   algorithm_ = algorithm;
-  workspace_bytes_ = workspace_bytes(terms(), algorithm, key_.counts_tiles);
+  workspace_bytes_ =
+      workspace_bytes(terms(), algorithm, key_.counts_tiles || !is_measured(key_.device));
 }
 
 void GemmPlan::set_pointers(const GemmArgs& args) {
@@ -166,11 +173,10 @@ std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
 // The table holds for Hopper and aligned tensors. It was measured without a bias, which changes
 // little.
 std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
-  constexpr int kMeasuredOn = 90, kPackBytes = 16;
+  constexpr int kPackBytes = 16;
   const bool aligned =
       key_.alignment.operand_bytes >= kPackBytes && key_.alignment.result_bytes >= kPackBytes;
-  const bool measured =
-      aligned && device_limits({DeviceType::CUDA, key_.device}).capability == kMeasuredOn;
+  const bool measured = aligned && is_measured(key_.device);
   if (const auto found = measured ? find_in_table(key_.problem) : std::nullopt)
     if (const auto built = build_algorithm(terms(), *found)) return built;
   if (!is_fp8(key_.problem.a)) return guesses(1).front();
