@@ -141,8 +141,9 @@ def build_quantizers(
     if exporting() and not rules.exportable:
         refuse(type(recipe).__name__, "export under another recipe", module.name)
     if not rules.keeps_state:
-        one = rules.gemm_quantizers(recipe, None) if scope.enabled else GemmQuantizers()
-        return ModuleQuantizers([one] * module.gemm_count)
+        if not scope.enabled:
+            return ModuleQuantizers([GemmQuantizers()] * module.gemm_count)
+        return ModuleQuantizers(rules.module_quantizers(recipe, module))
     if exporting():
         trained = _trained_columns(module)
         return ModuleQuantizers([rules.gemm_quantizers(recipe, columns) for columns in trained])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
     """
 
     name: str
+    module_type = ""  # in a `QuantizerRole`
     joint_state = False  # its FP8 state is that of several layers side by side
     __prepare_scriptable__ = refuse_scripting
 
@@ -44,6 +46,11 @@ class ScaledModule(OptionalExtraState, nn.Module):
         self.gemm_count = gemms
         self.scaling: dict[str, ScalingState] = {}  # by direction; empty before delayed scaling
         self.in_foreign_region = False  # see `recompute.module_calls.is_recompute`
+
+    @property
+    def gemm_names(self) -> Sequence[str]:
+        """Names of the module's GEMMs."""
+        return (self.name,)
 
     def __getstate__(self) -> dict[str, Any]:
         process_state().flush()  # run deferred updates now, because copies are in no group

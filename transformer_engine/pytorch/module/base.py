@@ -67,6 +67,7 @@ class TransformerEngineBaseModule(
         sequence_parallel: each rank has a part of the tokens outside the parallel region.
     """
 
+    module_type = "linear"
     sequence_parallel: bool = flag_setting(lambda module, on: on and module.ranks.size > 1)
     return_bias: bool
     first_microbatch: bool | None = None  # if set, replaces the caller's `is_first_microbatch`

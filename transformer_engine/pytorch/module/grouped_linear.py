@@ -37,6 +37,7 @@ _LATER = {"single_grouped_weight": False, "single_grouped_bias": False, "use_gro
 class _Part(Linear):
     """A Linear that ranks share without collectives."""
 
+    module_type = "grouped_linear"
     _joins = False
 
     def _build_chain(self) -> Chain:

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQu
 from transformer_engine.pytorch.scale_layout import ScaleLayout
 
 if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
     from transformer_engine.pytorch.fp8.scaling_state import ScalingMembers, ScalingState
     from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 
@@ -28,7 +29,9 @@ class GemmColumns(NamedTuple):
 
 
 class RecipeRules:
-    """How modules run under the recipes of a class. Each recipe has an `fp8_format`.
+    """How modules run under the recipes of a class.
+
+    A recipe has an `fp8_format`, unless its rules override whatever reads it.
 
     One object serves all recipes of the class, so it holds no state.
 
@@ -58,6 +61,10 @@ class RecipeRules:
     def gemm_quantizers(self, recipe: Any, columns: GemmColumns | None) -> GemmQuantizers:
         """The quantizers of one GEMM; `columns` is None unless the recipe keeps state."""
         raise NotImplementedError
+
+    def module_quantizers(self, recipe: Any, module: ScaledModule) -> list[GemmQuantizers]:
+        """The quantizers of all GEMMs of a module, under a recipe that keeps no state."""
+        return [self.gemm_quantizers(recipe, None)] * module.gemm_count
 
     def update_scales(
         self, members: ScalingMembers, states: list[ScalingState], amaxes: torch.Tensor | None
