@@ -1,4 +1,4 @@
-"""Public names, and the errors for names of formats that are not implemented."""
+"""Public names, and the errors for names that are not implemented."""
 
 import pytest
 import torch
@@ -8,16 +8,18 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch import tensor
 
 ABSENT = [
-    (recipe, "MXFP8BlockScaling"),
-    (recipe, "NVFP4BlockScaling"),
-    (te, "MXFP8Quantizer"),
-    (tensor, "NVFP4Tensor"),
+    (recipe, "MXFP8BlockScaling", "MXFP8"),
+    (recipe, "NVFP4BlockScaling", "NVFP4"),
+    (te, "MXFP8Quantizer", "MXFP8"),
+    (tensor, "NVFP4Tensor", "NVFP4"),
+    (te, "QuantizerRequest", "QuantizerRequest"),
+    (te, "DelayedScalingRequest", "DelayedScalingRequest"),
 ]
 
 
-@pytest.mark.parametrize(("module", "name"), ABSENT)
-def test_formats_that_are_not_here_say_so(module, name: str) -> None:
-    why = f"{module.__name__} has no {name}: {name[:5]} is not implemented; "
+@pytest.mark.parametrize(("module", "name", "what"), ABSENT)
+def test_what_is_not_here_says_so(module, name: str, what: str) -> None:
+    why = f"{module.__name__} has no {name}: {what} is not implemented; "
     with pytest.raises(AttributeError, match=why):
         getattr(module, name)
     with pytest.raises(ImportError, match=why):

@@ -12,3 +12,7 @@ def test_ranks_cast_parts_of_one_tensor(outcomes) -> None:
     for outcome in outcomes:
         found = outcome["quantizers_of_a_group"]
         assert len(found) == 5 and all(found.values()), found
+
+
+def test_ranks_choose_quantizers_that_cast_parts_of_one_tensor(outcomes) -> None:
+    assert all(outcome["chosen_quantizers"] for outcome in outcomes)

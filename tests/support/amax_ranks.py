@@ -5,7 +5,7 @@ import torch.distributed as dist
 from rank_device import here
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
 
 
@@ -58,3 +58,30 @@ def quantizers_of_a_group(rank: int) -> dict[str, bool]:
     alone = te.Float8CurrentScalingQuantizer(kind, force_pow_2_scales=True)(own)
     found["one rank"] = torch.equal(one(own)._scale_inv, alone._scale_inv)
     return found
+
+
+def _in_parallel(layer: te.LayerNormMLP, recipe: object, rank: int) -> list[torch.Tensor]:
+    """Returns the output of a step, and the gradients of the input and the parameters."""
+    torch.manual_seed(rank)
+    x = torch.randn(32, 64, device=here(), requires_grad=True)
+    layer.zero_grad()
+    with te.fp8_autocast(fp8_recipe=recipe):
+        y = layer(x * (1 + rank))
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters()]]
+
+
+def chosen_quantizers(rank: int) -> bool:
+    """Whether ranks that choose the quantizers of a recipe get its results."""
+    settings = {"tp_group": dist.new_group([0, 1]), "tp_size": 2, "set_parallel_mode": True}
+    layer = te.LayerNormMLP(64, 128, sequence_parallel=True, device=here(), **settings)
+    kinds = {"grad_output": te.DType.kFloat8E5M2}
+
+    def choose(role: te.QuantizerRole) -> te.Float8CurrentScalingQuantizer:
+        kind = kinds.get(role.tensor_type, te.DType.kFloat8E4M3)
+        return te.Float8CurrentScalingQuantizer(kind)
+
+    found = [
+        _in_parallel(layer, one, rank) for one in (CustomRecipe(choose), Float8CurrentScaling())
+    ]
+    return all(torch.equal(own, wanted) for own, wanted in zip(*found, strict=True))

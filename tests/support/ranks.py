@@ -36,6 +36,7 @@ FORKED.set_forkserver_preload(
     ]
 )
 SCENARIOS = (
+    amax_ranks.chosen_quantizers,
     amax_ranks.quantizers_of_a_group,
     amax_ranks.scales_of_a_group,
     checkpoint_ranks.kept_parts,

@@ -11,7 +11,7 @@ import numbers
 import operator
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
@@ -22,6 +22,7 @@ import torch
 from transformer_engine import _absent, _env
 from transformer_engine._flags import is_flag
 from transformer_engine.common._tolerant import tolerant
+from transformer_engine.common.roles import Answers, QuantizerRole, named
 
 _GEMM_KINDS = 3
 _OVERRIDES = (None, "high_precision", "dequantized")
@@ -146,7 +147,7 @@ class Recipe(_Checked):
 
     def custom(self) -> bool:
         """Whether users supply the quantizers."""
-        return False
+        return isinstance(self, CustomRecipe)
 
 
 @tolerant
@@ -342,6 +343,48 @@ class Float8BlockScaling(Recipe):
         self._expect("fp8_mha", not self.fp8_mha, "False")
 
 
+@tolerant
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Quantizers that your function chooses for each tensor; equal functions make equal recipes.
+
+    Args:
+        qfactory: called once with each `QuantizerRole`; returns a quantizer without scaling state,
+            or None to leave the tensor in high precision.
+        fp8_dpa: run attention in FP8; not implemented for this recipe, attention refuses it.
+        fp8_mha: like `fp8_dpa`.
+        quantization_alignment: the result of `get_align_size_for_quantization`.
+
+    Raises:
+        ValueError: a value other than these.
+
+    >>> CustomRecipe(lambda role: None).custom()
+    True
+    """
+
+    qfactory: Callable[[QuantizerRole], Any]
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    quantization_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = callable(self.qfactory) and isinstance(self.qfactory, Hashable)
+        self._expect("qfactory", fits, "a hashable callable")
+        self._take_int("quantization_alignment", range(1, sys.maxsize), "an int >= 1")
+        if not torch.compiler.is_compiling():  # `CustomRules` refuses a recipe made there
+            object.__setattr__(self, "answers", Answers(self.qfactory))
+
+    def __repr__(self) -> str:
+        """With an address of the function, because reprs serve as keys."""
+        more = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self)[1:]]
+        return f"{type(self).__name__}(qfactory={named(self.qfactory)}, {', '.join(more)})"
+
+    def __reduce__(self) -> Any:
+        """Copies have answers of their own."""
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+
+
 # For each annotation of a field: the type of values, and how messages name it.
 _TYPES: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
@@ -349,7 +392,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "MMParams": (MMParams, "an MMParams, such as MMParams()"),
     "QParams": (QParams, "a QParams, such as QParams()"),
 }
-for _kind in (MMParams, QParams, DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+for _kind in list[Any]((MMParams, QParams, *Recipe.__subclasses__())):
     _kind._typed = [(f.name, *_TYPES[str(f.type)]) for f in fields(_kind) if f.type in _TYPES]
 
 

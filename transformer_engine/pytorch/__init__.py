@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from transformer_engine import _C, _absent, _build, _torch_check  # noqa: F401 - refuses old torch
+from transformer_engine.common.roles import QuantizerRole
 from transformer_engine.pytorch import (
     _compat,
     constants,
@@ -127,6 +128,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",

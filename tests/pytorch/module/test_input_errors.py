@@ -278,8 +278,9 @@ CONSTRUCTORS = {
     "the class of a recipe": (
         lambda: te.autocast(recipe=DelayedScaling),
         ValueError,
-        "[fp8_autocast] expected recipe to be DelayedScaling, Float8CurrentScaling or"
-        " Float8BlockScaling, got the class DelayedScaling; did you mean DelayedScaling()?",
+        "[fp8_autocast] expected recipe to be DelayedScaling, Float8CurrentScaling,"
+        " Float8BlockScaling or CustomRecipe, got the class DelayedScaling; did you mean"
+        " DelayedScaling()?",
     ),
     "a recipe under two names": (
         lambda: te.fp8_autocast(fp8_recipe=DelayedScaling(), recipe=DelayedScaling()),
@@ -294,8 +295,8 @@ CONSTRUCTORS = {
     "a recipe by name for FP8 weights": (
         lambda: te.fp8_model_init(True, "delayed"),
         ValueError,
-        "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling or"
-        " Float8BlockScaling, got 'delayed'",
+        "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling,"
+        " Float8BlockScaling or CustomRecipe, got 'delayed'",
     ),
 }
 

@@ -89,12 +89,14 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "quantization": dict.fromkeys(
         (
             "FP8GlobalStateManager",
+            "QuantizerRole",
             "autocast",
             "check_fp8_block_scaling_support",
             "check_fp8_support",
             "check_mxfp8_support",
             "check_nvfp4_support",
             "fp8_autocast",
+            "get_align_size_for_quantization",
             "get_default_fp8_recipe",
             "get_default_recipe",
             "is_fp8_available",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine import _devices, _env
+from transformer_engine.common.recipe import CustomRecipe, Recipe
 
 Availability = bool | tuple[bool, str]
 
@@ -118,6 +119,19 @@ def get_device_compute_capability() -> tuple[int, int]:
     if not torch.cuda.is_available():
         raise RuntimeError("[get_device_compute_capability] expected a GPU, got none")
     return torch.cuda.get_device_capability()
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Of which number the tokens of each expert should be a multiple under a recipe.
+
+    Args:
+        recipe: a recipe; a `CustomRecipe` says it itself.
+
+    >>> from transformer_engine.common.recipe import DelayedScaling
+    >>> get_align_size_for_quantization(DelayedScaling())
+    16
+    """
+    return recipe.quantization_alignment if isinstance(recipe, CustomRecipe) else 16
 
 
 def check_fp8_support() -> tuple[bool, str]:

@@ -55,7 +55,8 @@ class Fp8Meta(Mapping[str, Any]):
 
     - `recipe`, `fp8_group`: those of the open autocast; else those of the newest plan in FP8; else
       the defaults.
-    - `fp8_max_fwd`, `fp8_max_bwd`: largest values of that recipe's formats.
+    - `fp8_max_fwd`, `fp8_max_bwd`: largest values of that recipe's formats; absent for a
+      `CustomRecipe`.
     - `num_gemms`: how many GEMMs the scales are for.
     - `fp8_checkpoint`: whether state dicts of the module carry scales; never in `GroupedLinear`,
       where Megatron-Core would unpickle the state to take it apart.
@@ -81,8 +82,7 @@ class Fp8Meta(Mapping[str, Any]):
         return {
             "recipe": recipe,
             "fp8_group": scope.group,
-            "fp8_max_fwd": recipe.fp8_format.value.max_fwd,
-            "fp8_max_bwd": recipe.fp8_format.value.max_bwd,
+            **_largest(recipe),
             "num_gemms": module.gemm_count,
             "fp8_checkpoint": bool(scaling) and not module.joint_state,
             **{
@@ -115,6 +115,13 @@ class Fp8Meta(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._values()})"
+
+
+def _largest(recipe: Any) -> dict[str, float]:
+    if recipe.custom():
+        return {}
+    values = recipe.fp8_format.value
+    return {"fp8_max_fwd": values.max_fwd, "fp8_max_bwd": values.max_bwd}
 
 
 def _scope_of(module: ScaledModule) -> Scope:

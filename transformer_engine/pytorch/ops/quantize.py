@@ -102,9 +102,9 @@ class Quantize(ScaledModule, FusibleOperation):
         """`forward` in a program for inference: a plain result, as `strict=True` needs."""
         if isinstance(x, QuantizedTensor):
             return x.dequantize()
-        if not self.casts_input:
-            return x
         quantizer = self._quantizers(x.device, counts=False).input
+        if not (self.casts_input and quantizer.is_fp8):
+            return x
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         codes: Any = quantizer.operands(rows, OperandRequest(quantizer, True, False)).rowwise
         return dequantize(codes.codes, codes.format, codes.scales, x.dtype).view(x.shape)

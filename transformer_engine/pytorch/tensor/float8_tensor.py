@@ -337,6 +337,10 @@ class Float8CurrentScalingQuantizer(FindsScales, _Float8Making, CurrentQuantizer
         self.amax_reduction_group = amax_reduction_group
         self.casts_many = not with_amax_reduction  # each cast has a collective
 
+    def module_settings(self) -> tuple[Any, ...]:
+        """As in the base class; empty where amaxes are reduced."""
+        return () if self.with_amax_reduction else super().module_settings()
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, of all ranks where amaxes are reduced, then cast."""
         if not (self.with_amax_reduction and dist.is_available() and dist.is_initialized()):

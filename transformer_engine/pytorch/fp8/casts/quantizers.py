@@ -89,6 +89,13 @@ class Quantizer:
         """The quantizer of a description; `column` is the scale and amax of a scaling state."""
         return cls(*description[1:])
 
+    def module_settings(self) -> tuple[Any, ...]:
+        """The scaling, and constants from which modules make their own quantizer that casts alike.
+
+        Empty for a quantizer that modules use as it is. Floats are written as str, see `constants`.
+        """
+        return ()
+
     @property
     def cache_key(self) -> Hashable:
         """A key: a cached weight can be used again if it was cached under an equal one."""

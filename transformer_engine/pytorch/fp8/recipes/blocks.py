@@ -46,6 +46,13 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         alike = (self.format, self.dimensions, self.power_of_2)
         return alike if self.epsilon == 0.0 else None
 
+    def module_settings(self) -> tuple[Any, ...]:
+        """The arguments; empty for subclasses."""
+        if type(self) not in (BlockQuantizer, self.public_class):
+            return ()
+        rounds = bool(self.power_of_2)
+        return self.scaling, self.format, self.dimensions, rounds, repr(float(self.epsilon))
+
     @property
     def cache_key(self) -> Hashable:
         """Equal for equal blocks and rounding."""

@@ -34,6 +34,12 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         """The arguments; None if epsilon is not its default."""
         return (self.format, self.power_of_2) if self.epsilon == 0.0 else None
 
+    def module_settings(self) -> tuple[Any, ...]:
+        """The arguments; empty for subclasses."""
+        if type(self) not in (CurrentQuantizer, self.public_class):
+            return ()
+        return self.scaling, self.format, bool(self.power_of_2), repr(float(self.epsilon))
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
         return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), request)
