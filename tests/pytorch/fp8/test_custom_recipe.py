@@ -216,6 +216,23 @@ def test_equality_and_repr_tell_functions_apart() -> None:
     assert all(one == again and one.answers is not again.answers for one in copies)
 
 
+def test_a_cached_weight_serves_quantizers_that_cast_alike() -> None:
+    module, x = MODULES["linear"]("cpu"), torch.randn(16, 64)
+    weights = [Current(E4M3), Current(E4M3, force_pow_2_scales=True), Current(E5M2)]
+    weights += [Current(E4M3, amax_epsilon=5.0)]
+    recipes = [choosing(input=Current(E4M3), weight=one) for one in weights]
+
+    def called(recipe: CustomRecipe, first: bool | None) -> torch.Tensor:
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            return module(x, is_first_microbatch=first)
+
+    wanted = [called(recipe, None) for recipe in recipes]
+    for cached in recipes:
+        for recipe, one in zip(recipes, wanted, strict=True):
+            called(cached, True)
+            assert torch.equal(called(recipe, False), one)
+
+
 def test_modules_can_be_saved_and_copied(tmp_path: Path) -> None:
     module, recipe = MODULES["linear"]("cpu"), CustomRecipe(lambda role: Current(E4M3))
     wanted = run(module, recipe)

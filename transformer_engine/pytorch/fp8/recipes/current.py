@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
     def constants(self) -> tuple[Any, ...] | None:
         """The arguments; None if epsilon is not its default."""
         return (self.format, self.power_of_2) if self.epsilon == 0.0 else None
+
+    @property
+    def cache_key(self) -> Hashable:
+        """Equal for equal formats and scales."""
+        return self.scaling, self.format, self.power_of_2, self.epsilon
 
     def module_settings(self) -> tuple[Any, ...]:
         """The arguments; empty for subclasses."""
