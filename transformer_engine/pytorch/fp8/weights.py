@@ -254,10 +254,12 @@ def validate(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) ->
         if not enabled:
             _announce_dequantized(module, name)
         elif not (rules_of(recipe).takes(recipe, quantizer) and rowwise.layout.transposes):
+            advice = "give quantized_model_init the recipe of autocast"
+            if rules_of(recipe).weight_layout(recipe) is None:
+                advice = "use another recipe here, no weight that is kept in FP8 can serve this one"
             raise RuntimeError(
                 f"[{type(module).__name__}] Recipe mismatch for {name!r}: it was made for "
-                f"{quantizer.made_for}, got {type(recipe).__name__}; give quantized_model_init the "
-                f"recipe of autocast (layer {module.name})"
+                f"{quantizer.made_for}, got {type(recipe).__name__}; {advice} (layer {module.name})"
             )
 
 
