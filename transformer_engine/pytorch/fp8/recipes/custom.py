@@ -129,4 +129,8 @@ def _layout(quantizer: Any) -> Any:
 
 
 def _described(quantizer: Quantizer) -> str:
-    return repr(quantizer.public() or quantizer) if quantizer.is_fp8 else "None"
+    if not quantizer.is_fp8:
+        return "None"
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 traces no repr of an object
+        return type(quantizer).__name__
+    return repr(quantizer.public() or quantizer)
