@@ -171,7 +171,7 @@ def test_mixed_quantizers_by_their_definition(made, device) -> None:
         seen(of_grad, grad, True).T @ x_columns,
     ]
     for found, one in zip([y.detach(), x.grad, module.weight.grad], wanted, strict=True):
-        assert (found - one).norm() < (1e-3 if device == "cuda" else 1e-6) * one.norm()
+        assert (found - one).norm() < (1e-2 if device == "cuda" else 1e-6) * one.norm()
 
 
 class Halves(Fp8Quantizer):
