@@ -236,3 +236,15 @@ def test_a_captured_tensor_among_the_results() -> None:
         (out.square().sum() + same.square().sum()).backward()
         found.append([x.grad, *(p.grad for p in layer.parameters())])
     assert_equal(*found)
+
+
+def test_a_frozen_parameter_among_the_results() -> None:
+    layer = te.Linear(32, 32, return_bias=True, device="cpu")
+    layer.bias.requires_grad_(False)
+    x = torch.randn(8, 32, requires_grad=True)
+    out, bias = te.checkpoint(layer, x)
+    assert layer.bias.is_leaf and not layer.bias.requires_grad
+    out.mul_(2.0)  # as without a checkpoint
+    (out.sum() + bias.sum()).backward()
+    torch.testing.assert_close(x.grad, 2.0 * layer.weight.sum(0).expand(8, 32))
+    assert layer.bias.grad is None

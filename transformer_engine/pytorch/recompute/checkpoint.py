@@ -135,11 +135,14 @@ def checkpoint(
 def _apart(result: Any) -> Any:
     """A result of the first forward, which runs without autograd.
 
-    A result that requires a gradient comes from outside, such as a parameter. The checkpoint
-    returns a view of it, because autograd makes every returned tensor a result of the checkpoint.
+    A parameter, or a result that requires a gradient, comes from outside. The checkpoint returns a
+    view of it, because autograd makes every returned tensor a result of the checkpoint: the
+    backward of a frozen parameter would then call itself.
     """
-    outside = isinstance(result, torch.Tensor) and result.requires_grad
-    return result.view_as(result) if outside and not torch.is_grad_enabled() else result
+    if not isinstance(result, torch.Tensor) or torch.is_grad_enabled():
+        return result
+    outside = result.requires_grad or isinstance(result, nn.Parameter)
+    return result.view_as(result) if outside else result
 
 
 def _split(kwargs: dict[str, Any], use_reentrant: bool) -> tuple[dict[str, Any], ...]:
