@@ -52,6 +52,7 @@ def asked(monkeypatch):
         ({}, FUSED),
         ({"core_attention_bias_type": "post_scale_bias"}, UNFUSED),
         ({"attention_dropout": 1.0}, UNFUSED),
+        ({"attention_dropout": 1.0, "is_training": False}, FUSED),
         ({"softmax_type": "learnable"}, UNFUSED),
         ({"max_seqlen_q": 0}, UNFUSED),
         ({"context_parallel": True, "head_dim_v": 32}, UNFUSED),

@@ -78,7 +78,7 @@ class AttentionParams:
             a pre-scale or post-scale bias.
         core_attention_bias_requires_grad: the bias needs a gradient; read as the shape is.
         pad_between_seqs: without effect: backends that take padding take it between sequences, too.
-        attention_dropout: probability of dropping an attention weight.
+        attention_dropout: probability of dropping an attention weight; read with `is_training`.
         context_parallel: ranks share sequences.
         cp_comm_type: how they communicate, see `DotProductAttention`.
         cp_size: without effect: other fields describe the part of one rank.

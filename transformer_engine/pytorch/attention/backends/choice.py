@@ -297,7 +297,7 @@ def attention_backends(
         num_attention_heads: number of query heads.
         kv_channels: size of a head; a pair for keys and values of their own sizes.
         num_gqa_groups: number of key and value heads; None for as many as query heads.
-        attention_dropout: probability of dropping an attention weight.
+        attention_dropout: probability of dropping an attention weight; read with `is_training`.
         qkv_format: `sbhd`, `bshd` or `thd`.
         attn_mask_type: see `DotProductAttention`.
         window_size: `(left, right)`.
@@ -349,7 +349,7 @@ def attention_backends(
         bias_shape=core_attention_bias_shape,
         bias_grad=core_attention_bias_requires_grad,
         given_slopes=alibi_slopes,
-        dropout=attention_dropout,
+        dropout=attention_dropout if is_training else 0.0,
         training=is_training,
         repeatable=repeatable(allowed) if deterministic is None else deterministic,
         padded_by_mask=attention_mask and "padding" in attn_mask_type,
