@@ -239,8 +239,21 @@ def test_a_cache_of_named_sequences_is_batch_first(asked):
         (ValueError, "expected qkv_layout of the formats .* got 'bhsd'", {"qkv_layout": "bhsd"}),
         (ValueError, "111s}, got 'hhhh'", {"core_attention_bias_shape": "hhhh", **BIAS}),
         (TypeError, "expected qkv_dtype torch.float32", CODES),
+        (TypeError, "inference_params of InferenceParams, got int", {"inference_params": 3}),
     ],
 )
 def test_errors(error, message, fields):
     with pytest.raises(error, match=rf"^\[get_attention_backend\] .*{message}"):
+        get_attention_backend(AttentionParams(**fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("expected a padding mask type .* got 'no_mask'", {"qkv_layout": "t3hd"}),
+        ("a2a.p2p}, got 'ring'", {"context_parallel": True, "cp_comm_type": "ring"}),
+    ],
+)
+def test_errors_are_those_of_attention(message, fields):
+    with pytest.raises(ValueError, match=message):
         get_attention_backend(AttentionParams(**fields))

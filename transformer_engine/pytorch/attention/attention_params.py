@@ -154,8 +154,9 @@ def get_attention_backend(attention_params: AttentionParams) -> Answer:
         for a recipe that asks for FP8 attention which is not implemented.
 
     Raises:
-        ValueError: formats, masks, biases or kinds of softmax that do not exist.
-        TypeError: dtypes or windows that attention does not take.
+        ValueError: formats, masks, biases, kinds of softmax or of communication that do not exist;
+            `thd` without a padding mask.
+        TypeError: dtypes, windows or caches that attention does not take.
         NotImplementedError: a value that is not implemented.
 
     Example:
@@ -197,6 +198,11 @@ def _backends_taking(params: AttentionParams) -> list[str]:
     qkv_format, mask_type, cache = _format_of(params.qkv_layout), params.attn_mask_type, ""
     window, queries = as_window(params.window_size), params.max_seqlen_q
     if params.inference_params is not None:
+        if not isinstance(params.inference_params, InferenceParams):
+            raise TypeError(
+                f"[{_OP}] expected inference_params of InferenceParams, got"
+                f" {type(params.inference_params).__name__}"
+            )
         cache, mask_type = params.inference_params.kind, bottom_right(mask_type)
         if cache == "fixed":
             mask_type = mask_type_of_fixed_steps(

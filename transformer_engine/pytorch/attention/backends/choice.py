@@ -23,11 +23,17 @@ from transformer_engine.pytorch.attention.core.call import (
     Call,
     CallShape,
     check_bias_type,
+    check_comm_type,
     check_softmax_type,
 )
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.formats import check_format
-from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.attention.core.formats import check_format, check_mask_of_format
+from transformer_engine.pytorch.attention.masks.masks import (
+    MaskRule,
+    Window,
+    as_window,
+    mask_rule,
+)
 from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.module.parameters import device_of
@@ -299,7 +305,7 @@ def attention_backends(
         num_gqa_groups: number of key and value heads; None for as many as query heads.
         attention_dropout: probability of dropping an attention weight; read with `is_training`.
         qkv_format: `sbhd`, `bshd` or `thd`.
-        attn_mask_type: see `DotProductAttention`.
+        attn_mask_type: see `DotProductAttention`; for `thd` a padding type.
         window_size: `(left, right)`.
         bottom_right_diagonal: align windows of non-causal mask types bottom-right; None is True.
         softmax_type: `vanilla`, `off-by-one` or `learnable`.
@@ -324,6 +330,11 @@ def attention_backends(
     Returns:
         Names in the order of preference, each with the reason why it refuses, or None.
 
+    Raises:
+        ValueError: devices, formats, masks, biases, kinds of softmax or of communication that do
+            not exist; a format that the mask does not fit.
+        TypeError: windows that are no pairs of integers.
+
     Example:
         >>> table = attention_backends(core_attention_bias_type="alibi", device="cpu")
         >>> table.chosen
@@ -337,7 +348,7 @@ def attention_backends(
         capability=capability(device),
         dtype=dtype,
         qkv_format=check_format(qkv_format),
-        rule=mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal),
+        rule=_rule(qkv_format, attn_mask_type, window_size, bottom_right_diagonal),
         batch=batch_size,
         queries=max_seqlen_q,
         keys=max_seqlen_kv,
@@ -358,6 +369,22 @@ def attention_backends(
         cache=inference_params,
         fp8=fp8,
         in_graph=process_state().captures_graphs,
-        part=cp_comm_type not in (None, "a2a"),
+        part=_in_parts(cp_comm_type),
     )
     return table(problem, allowed)
+
+
+def _rule(
+    qkv_format: str, mask_type: str, window: Window | None, bottom_right: bool | None
+) -> MaskRule:
+    rule = mask_rule(mask_type, as_window(window), bottom_right)
+    check_mask_of_format(qkv_format, rule.type.padding, mask_type)
+    return rule
+
+
+def _in_parts(cp_comm_type: str | None) -> bool:
+    """Whether a backend sees only a part of the keys at a time."""
+    if cp_comm_type is None:
+        return False
+    check_comm_type(cp_comm_type)
+    return cp_comm_type != "a2a"

@@ -13,15 +13,13 @@ from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.meeting import ranks_of
 
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-
 
 @dataclass(frozen=True, eq=False)
 class ContextGroup:
     """The ranks that share sequences.
 
     Attributes:
-        comm_type: one of `COMM_TYPES`.
+        comm_type: one of `call.COMM_TYPES`.
         group: process group of the ring, or of the ranks that gather keys; None for `a2a`.
         heads: process group of the ranks that exchange heads for tokens; None for `p2p` and
             `all_gather`.

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.attention.context.group import COMM_TYPES, ContextGroup
+from transformer_engine.pytorch.attention.context.group import ContextGroup
 from transformer_engine.pytorch.attention.context.schemes import scheme
+from transformer_engine.pytorch.attention.core.call import check_comm_type
 from transformer_engine.pytorch.parallel.groups import check_group
 
 
@@ -43,11 +44,7 @@ def context_group(
     `heads` are the numbers of query heads and of key heads. The stream is checked, but not used.
     """
     where = f" (layer {layer})"
-    if cp_comm_type not in COMM_TYPES:
-        raise ValueError(
-            f"[DotProductAttention] expected cp_comm_type in {{{', '.join(COMM_TYPES)}}}, got"
-            f" {cp_comm_type!r}{where}"
-        )
+    check_comm_type(cp_comm_type, where)
     groups = [*cp_group] if isinstance(cp_group, list | tuple) else [cp_group]
     if len(groups) != 1 + (cp_comm_type == "a2a+p2p") and cp_group is not None:
         expected = (

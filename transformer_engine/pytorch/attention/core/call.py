@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")  # of context parallel ranks
 
 
 class Sequences(NamedTuple):
@@ -154,6 +155,15 @@ def check_softmax_type(name: str) -> str:
     return name
 
 
+def check_comm_type(name: str, where: str = "") -> None:
+    """Raise ValueError for an unknown type; `where` ends the message."""
+    if name not in COMM_TYPES:
+        raise ValueError(
+            f"[DotProductAttention] expected cp_comm_type in {{{', '.join(COMM_TYPES)}}}, got"
+            f" {name!r}{where}"
+        )
+
+
 class Dropout(NamedTuple):
     """Dropout of attention weights.
 
@@ -232,11 +242,7 @@ def call_shape(
     formats.check_format(qkv_format)
     rule = mask_rule(mask_type, window, bottom_right)
     formats.check_shapes(qkv_format, heads, sizes, shapes)
-    if qkv_format == "thd" and not rule.type.padding:
-        raise ValueError(
-            "[attention] expected a padding mask type (padding, padding_causal, ...) for"
-            f" qkv_format 'thd', whose sequences have unequal lengths, got {mask_type!r}"
-        )
+    formats.check_mask_of_format(qkv_format, rule.type.padding, mask_type)
     return shape_of(qkv_format, heads, sizes, shapes, rule)
 
 

@@ -39,6 +39,15 @@ def check_format(qkv_format: str) -> str:
     return qkv_format
 
 
+def check_mask_of_format(qkv_format: str, padding: bool, mask_type: str) -> None:
+    """Raise ValueError for `thd` with a mask type that knows no lengths of sequences."""
+    if qkv_format == "thd" and not padding:
+        raise ValueError(
+            "[attention] expected a padding mask type (padding, padding_causal, ...) for"
+            f" qkv_format 'thd', whose sequences have unequal lengths, got {mask_type!r}"
+        )
+
+
 _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 
 
