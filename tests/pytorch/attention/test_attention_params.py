@@ -238,6 +238,7 @@ def test_a_cache_of_named_sequences_is_batch_first(asked):
         (NotImplementedError, "qkv_type=.*Tensor", {"qkv_type": te.Float8Tensor}),
         (ValueError, "expected qkv_layout of the formats .* got 'bhsd'", {"qkv_layout": "bhsd"}),
         (ValueError, "111s}, got 'hhhh'", {"core_attention_bias_shape": "hhhh", **BIAS}),
+        (TypeError, "expected qkv_layout to be a str, got None", {"qkv_layout": None}),
         (TypeError, "expected qkv_dtype torch.float32", CODES),
         (TypeError, "inference_params of InferenceParams, got int", {"inference_params": 3}),
     ],
@@ -251,6 +252,9 @@ def test_errors(error, message, fields):
     ("message", "fields"),
     [
         ("expected a padding mask type .* got 'no_mask'", {"qkv_layout": "t3hd"}),
+        ("16 is not divisible by 5", {"num_gqa_groups": 5}),
+        ("expected num_attention_heads >= 1, got 0", {"num_heads": 0, "num_gqa_groups": 1}),
+        ("expected kv_channels >= 1, got -8", {"head_dim_v": -8}),
         ("a2a.p2p}, got 'ring'", {"context_parallel": True, "cp_comm_type": "ring"}),
     ],
 )

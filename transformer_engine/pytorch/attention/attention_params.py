@@ -155,8 +155,8 @@ def get_attention_backend(attention_params: AttentionParams) -> Answer:
 
     Raises:
         ValueError: formats, masks, biases, kinds of softmax or of communication that do not exist;
-            `thd` without a padding mask.
-        TypeError: dtypes, windows or caches that attention does not take.
+            heads that do not fit together; `thd` without a padding mask.
+        TypeError: dtypes, layouts, windows or caches that attention does not take.
         NotImplementedError: a value that is not implemented.
 
     Example:
@@ -240,6 +240,8 @@ def _backends_taking(params: AttentionParams) -> list[str]:
 
 def _format_of(layout: str) -> str:
     """The format of queries in a layout, such as `sbhd` in `sbhd_sb2hd`."""
+    if not isinstance(layout, str):
+        raise TypeError(f"[{_OP}] expected qkv_layout to be a str, got {layout!r}")
     parts = layout.removeprefix("paged_kv_").split("_")
     formats = ["".join(filter(str.isalpha, part)) for part in parts]
     if not {*formats} <= {*FORMATS}:

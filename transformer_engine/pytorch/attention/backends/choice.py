@@ -17,6 +17,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     refusal,
 )
 from transformer_engine.pytorch.attention.backends.policy import preference
+from transformer_engine.pytorch.attention.core.arguments import check_heads
 from transformer_engine.pytorch.attention.core.call import (
     NO_BIAS,
     Bias,
@@ -332,7 +333,7 @@ def attention_backends(
 
     Raises:
         ValueError: devices, formats, masks, biases, kinds of softmax or of communication that do
-            not exist; a format that the mask does not fit.
+            not exist; heads that do not fit together; a format that the mask does not fit.
         TypeError: windows that are no pairs of integers.
 
     Example:
@@ -341,7 +342,7 @@ def attention_backends(
         'unfused'
     """
     allowed, device = attention_variables(), device_of("attention_backends", None, device)
-    key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+    groups, sizes = check_heads(None, num_attention_heads, num_gqa_groups, kv_channels)
     problem = Problem(
         device=device.type,
         gpu=device.index,
@@ -353,9 +354,9 @@ def attention_backends(
         queries=max_seqlen_q,
         keys=max_seqlen_kv,
         heads=num_attention_heads,
-        groups=num_attention_heads if num_gqa_groups is None else num_gqa_groups,
-        key_size=key_size,
-        value_size=value_size,
+        groups=groups,
+        key_size=sizes[0],
+        value_size=sizes[1],
         bias_type=check_bias_type(core_attention_bias_type),
         bias_shape=core_attention_bias_shape,
         bias_grad=core_attention_bias_requires_grad,

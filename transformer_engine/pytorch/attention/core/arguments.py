@@ -25,6 +25,7 @@ from transformer_engine.pytorch.module.arguments import (
     check_keywords,
     check_numbers,
     check_sizes,
+    in_layer,
     refuse_others,
 )
 from transformer_engine.pytorch.module.inputs import check_tensors, refuse_dtype
@@ -48,7 +49,7 @@ _Tensor, _dense = torch.Tensor, torch.strided  # looked up once: every call uses
 
 
 def check_heads(
-    layer: str, heads: int, groups: int | None, channels: int | tuple[int, int]
+    layer: str | None, heads: int, groups: int | None, channels: int | tuple[int, int]
 ) -> tuple[int, tuple[int, int]]:
     """The number of key and value heads, and the sizes of a head of keys and of values."""
     groups = heads if groups is None else groups
@@ -58,14 +59,14 @@ def check_heads(
     if len(pair) != 2:
         raise ValueError(
             "[DotProductAttention] expected kv_channels of one size, or of those of a key and a"
-            f" value, got {channels} (layer {layer})"
+            f" value, got {channels}{in_layer(layer)}"
         )
     for channel in pair:
         check_sizes("DotProductAttention", layer, 1, kv_channels=channel)
     if heads % groups:
         raise ValueError(
             f"[DotProductAttention] expected num_attention_heads divisible by num_gqa_groups,"
-            f" {heads} is not divisible by {groups} (layer {layer})"
+            f" {heads} is not divisible by {groups}{in_layer(layer)}"
         )
     return groups, pair
 
