@@ -9,10 +9,13 @@ import torch
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.common.roles import NO_QUANTIZER
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, GemmQuantizers, Quantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import (
+    DESCRIBED,
+    IDENTITY,
+    GemmQuantizers,
+    Quantizer,
+)
 from transformer_engine.pytorch.fp8.recipes.base import RecipeRules, register
-from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
-from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 
 if TYPE_CHECKING:
@@ -74,18 +77,15 @@ def _quantizer(recipe: Any, kind: str, tensor: str, layer: str) -> Quantizer:
     settings = recipe.answers.settings(*role)
     if settings is None:
         return IDENTITY
-    name, *arguments = settings or ("",)
-    if name == CurrentQuantizer.scaling:
-        format, power_of_2, epsilon = arguments
-        return CurrentQuantizer(format, power_of_2, float(epsilon))
-    if name == BlockQuantizer.scaling:
-        format, dimensions, power_of_2, epsilon = arguments
-        return BlockQuantizer(format, dimensions, power_of_2, float(epsilon))
-    if name == NO_QUANTIZER:
+    if settings and settings[0] == NO_QUANTIZER:
         raise TypeError(
             f"[CustomRecipe] expected qfactory to return a quantizer or None for {tensor}, got"
-            f" {arguments[0]} (layer {layer})"
+            f" {settings[1]} (layer {layer})"
         )
+    if settings:
+        name, *others, epsilon = settings
+        native: Any = DESCRIBED[name]
+        return native(*others, float(epsilon))
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "[CustomRecipe] expected Float8CurrentScalingQuantizer, Float8BlockQuantizer or None in"
