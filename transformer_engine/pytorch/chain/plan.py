@@ -212,6 +212,20 @@ class _EmptyInCopies:
 class PlanCache(_EmptyInCopies, dict[Any, CallPlan]):
     """The plans of one module. They point into its scaling state, so a copied module has none."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters: dict[tuple[str, type], Any] = {}
+
+    def registered(self, name: str, kind: type, facts: Any) -> None:
+        """Drop all plans, unless the last parameter of this name and class had the same facts.
+
+        Keys of plans contain the classes of parameters. `fully_shard` registers a DTensor after
+        each use of a layer, and the same whole parameter before the next one.
+        """
+        if self._parameters.get((name, kind), self) != facts:
+            self._parameters[name, kind] = facts
+            self.clear()
+
 
 class DelayedTasks(_EmptyInCopies, list[Any]):
     """`ParamGradTask`s of a stage that wait for `backward_dw`, oldest first.

@@ -39,7 +39,7 @@ from transformer_engine.pytorch.module.inputs import (
 )
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import HasParameters, matrices_of
-from transformer_engine.pytorch.module.plans import make_plan
+from transformer_engine.pytorch.module.plans import facts_of, make_plan
 from transformer_engine.pytorch.module.settings import BuildsChain, flag_setting
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.groups import (
@@ -265,9 +265,10 @@ class TransformerEngineBaseModule(
         return {**super().__getstate__(), "_plans": PlanCache()}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See `torch.nn.Module`. Drops plans, because the parameter may be of another kind."""
+        """See `torch.nn.Module`. Drops plans if the parameter is of another kind."""
         super().register_parameter(name, param)
-        self.drop_plans()
+        own = self._parameters[name]
+        self._plans.registered(name, type(own), facts_of(own))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.drop_plans()

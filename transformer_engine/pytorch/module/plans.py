@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 _is_compiling = torch.compiler.is_compiling
+
+
+def facts_of(parameter: torch.Tensor | None) -> tuple[Any, ...]:
+    """What plans depend on in a parameter, beside its class; FP8 weights have parts inside."""
+    if parameter is None:
+        return ()
+    inside = parameter.__tensor_flatten__() if isinstance(parameter, QuantizedTensor) else None
+    return parameter.shape, parameter.dtype, parameter.device, inside
 
 
 def make_plan(
