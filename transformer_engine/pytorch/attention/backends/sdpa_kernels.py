@@ -97,7 +97,8 @@ def _addend(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | Non
     """Zero where a query sees a key, else -inf."""
     if mask is None:
         return None
-    return torch.where(mask, 0.0, torch.tensor(-math.inf, dtype=dtype, device=mask.device))
+    hidden = torch.full((), -math.inf, dtype=dtype, device=mask.device)
+    return torch.where(mask, 0.0, hidden)
 
 
 # CPU: torch's own flash attention.

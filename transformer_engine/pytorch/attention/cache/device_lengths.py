@@ -12,6 +12,8 @@ from itertools import accumulate
 
 import torch
 
+from transformer_engine.pytorch.attention.cache.memory import integers_on
+
 
 class DeviceLengths:
     """The tensors of a step, views of one tensor whose address never changes.
@@ -47,7 +49,7 @@ class DeviceLengths:
         for own in pages:
             values += [*own, *list(own[:1]) * (self.max_pages - len(own))]
         values += [0] * (self._memory.numel() - len(values))
-        self._memory.copy_(torch.tensor(values, dtype=torch.int32))
+        self._memory.copy_(integers_on(self._memory.device, values))
 
     def places(self, tokens: int, packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For each token of a step: its sequence, its position there, and whether it is real.

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.attention.cache.memory import (
     Caches,
     LayerCaches,
     check_pair,
+    integers_on,
     outside_of_inference_mode,
     refuse_new_cache,
 )
@@ -188,7 +189,7 @@ class KVCacheManager:
         """The list that `make` returns as an int64 tensor, made once in a step."""
         key = (what, device)
         if key not in self._of_step:
-            self._of_step[key] = torch.tensor(make(), dtype=torch.int64, device=device)
+            self._of_step[key] = integers_on(device, make())
         return self._of_step[key]
 
     def lengths_before(self, device: torch.device | None = None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.attention.cache.kv_cache import KVCacheManager
+from transformer_engine.pytorch.attention.cache.memory import integers_on
 
 
 class NonPagedKVCacheManager(KVCacheManager):
@@ -36,7 +37,7 @@ class NonPagedKVCacheManager(KVCacheManager):
             return
         for slots in chain(*self.cache.values()):
             if kept_slots != list(range(count)):
-                slots[:count] = slots[kept_slots]
+                slots[:count] = slots.index_select(0, integers_on(slots.device, kept_slots))
             slots[count:before] = 0
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +115,6 @@ class PagedKVCacheManager(KVCacheManager):
         self.free = free
         if not ended:
             return
-        rows = torch.tensor([page for own in ended for page in own])
+        left = [page for own in ended for page in own]
         for cache in chain(*self.cache.values()):
-            rows = rows.to(cache.device)
-            cache[rows] = 0
+            cache.index_fill_(0, integers_on(cache.device, left), 0)

@@ -19,6 +19,14 @@ from transformer_engine.pytorch.module.inputs import as_tensor, can_read, check_
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 
+def integers_on(device: torch.device, values: Sequence[int]) -> torch.Tensor:
+    """The values as an int64 tensor. The host does not wait for a GPU.
+
+    CUDA has copied memory that is not pinned when the call returns, so it may be freed.
+    """
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
 class LayerCaches(MutableMapping[int, Caches]):
     """The keys and values of a cache manager by layer number, as views of the layers' memory.
 
