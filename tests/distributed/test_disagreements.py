@@ -47,6 +47,12 @@ EXPECTED = {
     ),
     "no_gradients_on_one": r"gradients \[False, .* \(rank 0\), \[False, True.* \(rank 1\)",
 }
+ALIKE = (
+    "meetings_of_some_ranks_before",
+    "nothing",
+    "sequences_of_many_lengths",
+    "attention_to_many_lengths",
+)
 OPS = {
     "a_replica": "autocast",
     "another_configuration": "statistics",
@@ -80,11 +86,10 @@ def test_who_waits_in_vain_names_the_other(said: list[dict[str, str]]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["meetings_of_some_ranks_before", "nothing"])
+@pytest.mark.parametrize("name", ALIKE)
 def test_ranks_that_do_the_same_say_nothing(name: str, said: list[dict[str, str]]) -> None:
     assert [found[name] for found in said] == ["", ""]
 
 
 def test_every_case_is_looked_at() -> None:
-    others = {"a_rank_that_does_not_come", "meetings_of_some_ranks_before", "nothing"}
-    assert set(EXPECTED) | others == set(CASES)
+    assert {*EXPECTED, *ALIKE, "a_rank_that_does_not_come"} == set(CASES)

@@ -16,6 +16,7 @@ from tensor_parallel_ranks import column_and_row, scope
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.parallel.agreement import _compared
 from transformer_engine.pytorch.parallel.meeting import Meeting
 
 TOKENS = 16
@@ -128,13 +129,54 @@ def meetings_of_some_ranks_before(rank: int) -> None:
 
 
 def nothing(rank: int) -> None:
-    """Raises nothing: generated names may differ, and calls of one structure meet only once."""
+    """Raises nothing: generated names may differ, and calls of one structure meet only once.
+
+    If a layer has been called with many shapes, calls with others do not meet.
+    """
     unnamed = [te.Linear(16, 16, device=here()) for _ in range(1 + rank)]
     column, _ = column_and_row()
     with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
         for tokens in (16, 16, 32, 16, 32):
             column(torch.randn(tokens, 64, dtype=torch.bfloat16))
         assert met.call_count == 2, (met.call_count, unnamed)
+        with patch("transformer_engine.pytorch.chain.segments._MOST_SHAPES", 3):
+            for tokens in (48, 64, 80, 48, 64):
+                column(torch.randn(tokens, 64, dtype=torch.bfloat16))
+        assert met.call_count == 3, met.call_count
+
+
+def sequences_of_many_lengths(rank: int) -> None:
+    """Raises nothing: only the first lengths are compared."""
+    with (
+        patch("transformer_engine.pytorch.parallel.agreement.MOST_COMPARED", 2),
+        patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met,
+    ):
+        _compared.pop(dist.group.WORLD, None)
+        for tokens in (10, 20, 10, 30, 40, 20):
+            x = torch.full((tokens,), rank, device=here())
+            assert len(te.distributed.gather_sequence(x, dist.group.WORLD)) == 2 * tokens
+    assert met.call_count == 2, met.call_count
+
+
+def attention_to_many_lengths(rank: int) -> None:
+    """Raises nothing: only the first lengths are compared, but each call is checked."""
+    attention = te.DotProductAttention(2, 16, qkv_format="bshd", attention_dropout=0.0)
+    attention.set_context_parallel_group(dist.group.WORLD, [0, 1], None, "all_gather")
+    q = torch.ones(1, 48, 2, 16, dtype=torch.bfloat16, device=here())
+    with (
+        patch("transformer_engine.pytorch.parallel.agreement.MOST_COMPARED", 2),
+        patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met,
+    ):
+        for tokens in (16, 32, 48, 16):
+            x = q[:, :tokens]
+            assert attention(x, x, x, attn_mask_type="causal").shape == (1, tokens, 32)
+        assert met.call_count == 2, met.call_count
+        try:
+            attention(x, x, x, attn_mask_type="arbitrary", attention_mask=x)
+        except ValueError as error:
+            assert "expected attention_mask of 16 queries" in str(error), error
+        else:
+            raise AssertionError("expected an error")
 
 
 CASES: dict[str, Callable[[int], None]] = {
@@ -157,6 +199,8 @@ CASES: dict[str, Callable[[int], None]] = {
         a_rank_that_does_not_come,
         meetings_of_some_ranks_before,
         nothing,
+        sequences_of_many_lengths,
+        attention_to_many_lengths,
     )
 }
 

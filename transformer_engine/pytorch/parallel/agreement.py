@@ -15,8 +15,9 @@ from transformer_engine.pytorch.parallel.meeting import Facts, Meeting, listed
 
 _ADVICE = "run the same layers, in the same order, with the same shapes and recipes"
 _CALL = "what they do"
-# The calls of each group that its ranks have compared, see `agree_once`.
-_compared: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
+MOST_COMPARED = 32  # calls of one kind: ranks that agree on so many lengths agree on all
+# The calls of each group that its ranks have compared, by op, see `agree_once`.
+_compared: WeakKeyDictionary[Any, dict[str, set[tuple[str, ...]]]] = WeakKeyDictionary()
 
 
 def agree(
@@ -71,14 +72,16 @@ def agree_once(
 ) -> None:
     """`agree` before the first call with these facts; later calls cost nothing.
 
+    After `MOST_COMPARED` calls of `op` with different facts, no others are compared.
+
     `values` returns further facts that may differ from call to call; they are compared only before
     the first call with these `facts`.
     """
     if torch.compiler.is_compiling() or is_capturing():
         return
-    known = _compared.setdefault(groups[0], set())
-    key = (op, *[str(fact) for fact in facts.values()])
-    if key not in known:
+    known = _compared.setdefault(groups[0], {}).setdefault(op, set())
+    key = tuple([str(fact) for fact in facts.values()])
+    if key not in known and len(known) < MOST_COMPARED:
         agree(op, groups, f"a call of {op}", {**facts, **values()})
         known.add(key)
 

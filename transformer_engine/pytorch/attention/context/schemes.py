@@ -24,7 +24,7 @@ from transformer_engine.pytorch.attention.core.call import Call, CallTensors
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_name
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.parallel.agreement import agree
+from transformer_engine.pytorch.parallel import agreement
 
 
 def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
@@ -32,10 +32,11 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
 
     Before the first call of each structure the ranks compare their calls, see `agree`, and find out
     whether all of them have a backend for each part. In later calls each rank checks only the
-    lengths of sequences, which must be equal on all ranks.
+    lengths of sequences, which must be equal on all ranks. After `MOST_COMPARED` structures the
+    ranks compare no others.
 
     Raises:
-        ValueError: on all ranks, if context parallel ranks cannot run the call.
+        ValueError: on all ranks that compare the call, if context parallel ranks cannot run it.
         RuntimeError: on all ranks, if their calls differ.
     """
     context = call.context
@@ -44,8 +45,12 @@ def scheme(query: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
     known = (structure, None if call.casts is None else call.casts.reduction, environment())
     if known not in context.known:
         if not is_capturing():
-            _meet(context, structure, call, _error(query, needs, call))
-            context.known.add(known)
+            error = _error(query, needs, call)
+            if len(context.known) < agreement.MOST_COMPARED:
+                _meet(context, structure, call, error)
+                context.known.add(known)
+            elif error is not None:
+                raise error
             if context.comm_type == "p2p":
                 ring.reserve_memory(query, call, any(needs[:3]))
     elif (refused := refusal_of_lengths(call)) is not None:
@@ -167,7 +172,7 @@ def _meet(
     groups = [group for group in (context.heads, context.group) if group is not None]
     text = None if error is None else str(error)
     try:
-        agree("DotProductAttention", groups, "a call of attention", facts, text)
+        agreement.agree("DotProductAttention", groups, "a call of attention", facts, text)
     except ValueError:
         if isinstance(error, TypeError):
             raise error from None
