@@ -154,14 +154,6 @@ def test_a_weight_that_looks_different_runs_by_stages():
     assert_bitwise(strided, module(x))
 
 
-def test_only_so_many_shapes_are_recorded(monkeypatch):
-    monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_SHAPES", 3)
-    module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
-    for rows in range(1, 9):
-        assert module(torch.ones(rows, 32, dtype=torch.bfloat16)).shape == (rows, 48)
-    assert len(segments_of(module)) == 3
-
-
 @pytest.mark.parametrize("rows", [0, 7])
 def test_padding_and_empty_inputs_run_by_stages(device, rows):
     module = te.Linear(32, 48, device=device, params_dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from transformer_engine.pytorch._torch_private import constant_in_graphs
-from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.plan import CallPlan, Recordings
 from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.fp8.exporting import exporting
 
@@ -280,7 +280,7 @@ class Chain:
         plan.stage_plans = plans
         plan.differentiable = [plan.requires_grad] * len(plans)
         if not plan.compiling and not plan.exporting:
-            plan.recordings = {}
+            plan.recordings = Recordings()
         plan.accumulates = plan.requires_grad and any(
             [step.stage.accumulates(own) for step, own in zip(self.steps, plans, strict=True)]
         )

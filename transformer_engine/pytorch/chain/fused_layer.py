@@ -17,11 +17,11 @@ from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
 from transformer_engine.pytorch.chain.flow import Arguments, ListingFlow, NotOneChain, is_observed
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import AddingPart, Incoming, Planned
-from transformer_engine.pytorch.chain.plan import CallPlan, joined_plan
+from transformer_engine.pytorch.chain.plan import CallPlan, Recordings, add_plan, joined_plan
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 
-_MOST_PLANS = 16
+_MOST_PLANS = 256  # attention has one for each sequence length
 
 
 class _Argument(NamedTuple):
@@ -135,6 +135,7 @@ class FusedLayer:
         parents = [layer, *self.modules]
         self._children = [(m._modules, [*m._modules.values()]) for m in parents if m._modules]
         self._plans: dict[Hashable, CallPlan] = {}
+        self._recordings = Recordings()
 
     def is_current(self) -> bool:
         """Whether the layer still has the same modules."""
@@ -172,9 +173,9 @@ class FusedLayer:
             pairs = zip(plans, self._chains, strict=True)
             if any([plan.chain is not chain for plan, chain in pairs]):
                 raise Outdated
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            joined = self._plans[key] = joined_plan(chain, plans, tuple(needs[: len(values)]))
+            joined = joined_plan(chain, plans, tuple(needs[: len(values)]))
+            joined.members, joined.recordings = key, self._recordings
+            add_plan(self._plans, key, joined, _MOST_PLANS)
         trained = zip(self.members, plans, strict=True)
         step = backward_end_of([member.part for member, plan in trained if plan.requires_grad])
         return call_chain(joined, step, *inputs)

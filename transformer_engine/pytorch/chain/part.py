@@ -9,9 +9,9 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
-from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.plan import CallPlan, add_plan
 
-_MOST_PLANS = 64
+_MOST_PLANS = 256  # attention has one for each sequence length
 Planned = tuple[CallPlan, Sequence[torch.Tensor | None]]  # plan and parameters of a call
 
 
@@ -104,9 +104,8 @@ class Part:
         key = (dtype, needs, options)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._prepared(dtype, needs, options)
+            plan = self._prepared(dtype, needs, options)
+            add_plan(self._plans, key, plan, _MOST_PLANS)
         return plan, parameters
 
     def drop_plans(self) -> None:

@@ -13,6 +13,37 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 
 
+_CALLS_TO_REPLACE = 8  # a recording takes the host as long as several calls
+_MOST_COUNTED = 256
+
+
+class Recordings(dict[Any, Any]):
+    """The `Segments` of the calls of a plan, or of the joined plans of a layer, by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: dict[Any, int] = {}  # of shapes that are not recorded
+
+    def admits(self, key: Any, most: int, replaces: bool) -> bool:
+        """Whether a call with this new shape is recorded; `most` shapes may be.
+
+        With `replaces`, a shape that is often called takes the place of the oldest one.
+        """
+        if len(self) < most:
+            return True
+        if not (replaces and self):
+            return False
+        calls = self._calls.get(key, 0) + 1
+        if calls < _CALLS_TO_REPLACE:
+            if len(self._calls) >= _MOST_COUNTED:
+                self._calls.clear()
+            self._calls[key] = calls
+            return False
+        del self._calls[key]
+        del self[next(iter(self))]
+        return True
+
+
 class CallPlan:
     """The facts of a call of a chain. They seldom change, so modules cache their plans.
 
@@ -36,6 +67,7 @@ class CallPlan:
         recompute_scales: in the plan of recomputes, memory for the scales of the first forward.
         columns: the columns of the module's scaling state with the scales of its casts.
         options: further settings that stages of this chain read.
+        members: in a joined plan, the plans of its parts, and other facts of the call; else empty.
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
         cached: by stage, the weights that a call which may run again has cached or read; in a
@@ -50,7 +82,7 @@ class CallPlan:
             stand-ins; or None.
         stage_plans: the plan of each stage.
         differentiable: for each stage, whether it has a gradient to compute.
-        recordings: segments by shapes of the inputs; None if calls are not recorded.
+        recordings: `Recordings`; None if calls are not recorded.
         joins: collectives may be recorded together with the stages around them; False once such a
             recording was refused.
         by_stages: the first steps of the segments that this call must run stage by stage.
@@ -83,6 +115,7 @@ class CallPlan:
         "inspection",
         "is_recompute",
         "joins",
+        "members",
         "needs",
         "operator",
         "options",
@@ -127,7 +160,8 @@ class CallPlan:
         self.dropping: Sequence[Any] = ()
         self.inspect_at = 0
         self.inspection: Any = None
-        self.recordings: dict[Any, Any] | None = None
+        self.recordings: Recordings | None = None
+        self.members: tuple[Any, ...] = ()
         self.joins = True
         self.state: Any = None
         self.bind: Any = None
@@ -139,6 +173,16 @@ class CallPlan:
     def in_tf32(self) -> bool:
         """Whether fp32 GEMMs run in TF32 now. A recording keeps the setting of its first call."""
         return self.dtype is torch.float32 and allows_tf32()
+
+    @property
+    def may_run_differently(self) -> bool:
+        """No recompute and no compiled code expects that all calls run from recordings, or none.
+
+        A checkpoint of torch may recompute the call of a module that needs gradients, but it runs
+        no layer as one chain.
+        """
+        first = self.in_first_forward or self.is_recompute
+        return bool(self.members) or not (first or self.requires_grad or self.bind is not None)
 
     def drop_caches(self) -> None:
         """Drop what earlier steps have cached; the recompute of a checkpoint begins no step."""
@@ -180,7 +224,7 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
     joined = CallPlan(plans[0].dtype, needs)
     joined.chain = chain
     joined.compiling = plans[0].compiling
-    joined.recordings = None if joined.compiling else {}
+    joined.recordings = None if joined.compiling else Recordings()
     first = chain.inputs
     for plan in plans:
         shift = first - plan.chain.inputs
@@ -194,6 +238,13 @@ def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) 
         first += plan.chain.arguments - plan.chain.inputs
     joined.requires_grad = any(joined.differentiable)
     return joined
+
+
+def add_plan(plans: dict[Any, CallPlan], key: Any, plan: CallPlan, most: int) -> None:
+    """Add a plan to `plans`; if there are `most` then, remove the oldest one before."""
+    if len(plans) >= most:
+        plans.pop(next(iter(plans)), None)
+    plans[key] = plan
 
 
 class _EmptyInCopies:

@@ -193,11 +193,13 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         key = (key, *[x is None or x.stride() for x in inputs[:count]])
     if plan.in_tf32:
         key = (key, "tf32")
+    if plan.members:
+        key = (key, plan.members)
     found: Segments | None = recordings.get(key)
     if found is None:
-        if plan.chain.communicates:
+        known = recordings.admits(key, _MOST_SHAPES, plan.may_run_differently)
+        if known and plan.chain.communicates:
             check_agreement(plan, inputs)
-        known = len(recordings) < _MOST_SHAPES
         found = _segments(plan, known, first, joins=True)
         if known:
             recordings[key] = found
@@ -213,6 +215,8 @@ def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor, joins: bool) 
     if not (recorded or plan.chain.communicates):
         return Segments()
     steps, segments, large = _recordable_steps(plan), Segments(), not is_host_bound(first)
+    if not (any(steps) or plan.chain.communicates):
+        return segments
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
     # No cut before a GEMM that cannot be recorded: the stage before it makes operands in Python.

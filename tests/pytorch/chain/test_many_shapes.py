@@ -1,0 +1,76 @@
+"""Calls with many shapes: which of them are recorded."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.chain import recording
+
+MODULES = {
+    "Linear": lambda: te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16),
+    "TransformerLayer": lambda: te.TransformerLayer(
+        32, 64, 2, device="cpu", params_dtype=torch.bfloat16, hidden_dropout=0.0
+    ),
+}
+Recorded = Callable[..., list[bool]]
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> Recorded:
+    """Returns a function that calls a module with these lengths, and says which are recorded."""
+    monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_SHAPES", 3)
+    made: list[object] = []
+    record = recording.record
+    monkeypatch.setattr(recording, "record", lambda *args: made.append(0) or record(*args))
+
+    def call(module: torch.nn.Module, *lengths: int, train: bool = False) -> list[bool]:
+        found = []
+        for tokens in lengths:
+            before, x = len(made), torch.ones(tokens, 1, 32, dtype=torch.bfloat16)
+            with torch.set_grad_enabled(train), te.autocast(recipe=DelayedScaling()):
+                y = module(x.requires_grad_(train))
+            assert y.shape == (tokens, 1, 32)
+            if train:
+                y.sum().backward()
+            found.append(len(made) > before)
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_in_inference_a_shape_that_is_often_called_replaces_the_oldest_one(recorded, name):
+    """Prompts of many lengths leave room for the steps after them."""
+    module = MODULES[name]()
+    assert recorded(module, 16, 32, 48) == [True] * 3
+    assert recorded(module, *range(64, 320, 16)) == [False] * 16
+    assert recorded(module, *[320] * 12) == [False] * 7 + [True] + [False] * 4
+    assert recorded(module, 32, 48, 320, 16) == [False] * 4
+
+
+def test_in_training_the_first_shapes_of_a_module_stay(recorded):
+    """A recompute expects that its call saves the same tensors as the first forward."""
+    module = MODULES["Linear"]()
+    assert recorded(module, 16, 32, 48, *[64] * 12, train=True) == [True] * 3 + [False] * 12
+
+
+def test_training_of_layers_with_many_lengths(recorded):
+    module = MODULES["TransformerLayer"]()
+    assert recorded(module, *range(16, 320, 16), train=True) == [True] * 3 + [False] * 16
+    for _ in range(6):
+        assert not any(recorded(module, *range(64, 320, 16), train=True))
+    assert sum(recorded(module, *range(64, 320, 16), train=True)) == 16
+
+
+def test_results_do_not_depend_on_recordings(recorded):
+    torch.manual_seed(0)
+    x = torch.randn(16, 1, 32, dtype=torch.bfloat16)
+    module = MODULES["TransformerLayer"]().eval()
+    with torch.no_grad():
+        first = module(x)
+        recorded(module, *range(32, 320, 16))
+        recorded(module, *[320] * 8, *[336] * 8, *[352] * 8)
+        assert torch.equal(module(x), first)
