@@ -78,7 +78,7 @@ def _trained(
 
 @pytest.mark.parametrize(
     ("precision", "fp8_weights"),
-    [(name, kept) for name in RECIPES for kept in (False, True) if not kept or RECIPES[name]],
+    [(name, fp8) for name in RECIPES for fp8 in (False, True) if not fp8 or RECIPES[name]],
 )
 def test_training(no_waits, precision: str, fp8_weights: bool) -> None:
     recipe = RECIPES[precision]
@@ -117,8 +117,8 @@ def test_masks(no_waits, mask: str) -> None:
     layer, x = _layer(self_attn_mask_type=mask, attn_input_format="bshd"), _x(BATCH, TOKENS, HIDDEN)
     lengths = torch.tensor([TOKENS, TOKENS // 2], device="cuda")
     masked = torch.arange(TOKENS, device="cuda") >= lengths[:, None]
-    given = None if mask == "causal" else masked[:, None, None]
-    no_waits(_trained(layer, DelayedScaling(), lambda: layer(x, attention_mask=given)))
+    attention_mask = None if mask == "causal" else masked[:, None, None]
+    no_waits(_trained(layer, DelayedScaling(), lambda: layer(x, attention_mask=attention_mask)))
 
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -230,8 +230,8 @@ def test_generation(no_waits, cache: str) -> None:
     layer = _layer(attn_input_format=packed.get("qkv_format", "bshd"), layer_number=1).eval()
     size = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.bfloat16}
     paging = {"is_paged": True, "page_size": 64} if cache == "paged" else {}
-    given = {} if cache == "plain" else size | paging | packed
-    params = te.InferenceParams(BATCH, 256, **given)
+    options = {} if cache == "plain" else size | paging | packed
+    params = te.InferenceParams(BATCH, 256, **options)
     mask = "causal" if cache == "plain" else "padding_causal"
     x = _x(BATCH, HIDDEN).detach() if packed else _x(BATCH, 1, HIDDEN).detach()
     names = iter([[0, 1], [1, 2], [2, 3]])  # a sequence ends, another one begins
