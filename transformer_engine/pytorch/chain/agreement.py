@@ -1,7 +1,7 @@
 """Checks that all tensor parallel ranks make the same call of a layer, before its collectives.
 
 A collective hangs or returns garbage if ranks call it with different shapes, or if one rank does
-not call it. The check runs once for each plan and shape; later calls cost nothing.
+not call it. The check runs once for each plan and shape that is recorded; other calls cost nothing.
 """
 
 from __future__ import annotations
