@@ -26,7 +26,7 @@ def recorded(monkeypatch) -> Recorded:
     record = recording.record
     monkeypatch.setattr(recording, "record", lambda *args: made.append(0) or record(*args))
 
-    def call(module: torch.nn.Module, *lengths: int, train: bool = False) -> list[bool]:
+    def call(module: Callable[..., torch.Tensor], *lengths: int, train: bool = False) -> list[bool]:
         found = []
         for tokens in lengths:
             before, x = len(made), torch.ones(tokens, 1, 32, dtype=torch.bfloat16)
@@ -63,6 +63,15 @@ def test_training_of_layers_with_many_lengths(recorded):
     for _ in range(6):
         assert not any(recorded(module, *range(64, 320, 16), train=True))
     assert sum(recorded(module, *range(64, 320, 16), train=True)) == 16
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant parameter")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("wrap", [te.checkpoint, torch.utils.checkpoint.checkpoint])
+def test_a_recompute_saves_what_the_first_forward_does(recorded, wrap, reentrant):
+    """Also if a shape is recorded between both."""
+    layer = MODULES["TransformerLayer"]()
+    recorded(lambda x: wrap(layer, x, use_reentrant=reentrant), 16, 32, 48, *[64] * 12, train=True)
 
 
 def test_results_do_not_depend_on_recordings(recorded):
