@@ -287,3 +287,19 @@ def test_replicas_have_parameters_of_their_own():
             for parameter in expected.parameters():
                 parameter.mul_(factor)
         assert_bitwise(replicas[0](x), expected(x))
+
+
+def test_a_call_with_a_cache_plans_each_part_once(monkeypatch):
+    """Weights in several parameters are joined for each plan."""
+    layer = te.TransformerLayer(32, 64, 2, device="cpu", layer_number=1).eval()
+    joined = []
+    own = te.LayerNormLinear.chain_parameters
+    monkeypatch.setattr(
+        te.LayerNormLinear, "chain_parameters", lambda module: joined.append(0) or own(module)
+    )
+    params = te.InferenceParams(1, 16)
+    with torch.no_grad():
+        for tokens in (4, 1, 1):
+            layer(torch.ones(tokens, 1, 32), inference_params=params)
+            params.sequence_len_offset += tokens
+    assert len(joined) == 3

@@ -55,8 +55,6 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.rng import check_tracker, tracker_from
 
-_OF_MORE = {*LATER, "inference_params"}
-
 
 @joins_chains
 class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
@@ -108,6 +106,7 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
     """
 
     former_extra_state = "fused_attention._extra_state"
+    not_in_chains = frozenset({*LATER, "inference_params"})  # keywords, see `chain.flow`
 
     def __init__(
         self,
@@ -310,7 +309,7 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
 
         Arguments are those of `forward`. None if the call needs more than the stage `Attention`.
         """
-        if self.return_max_logit or not _OF_MORE.isdisjoint(arguments):
+        if self.return_max_logit or not self.not_in_chains.isdisjoint(arguments):
             return None
         cast = casts_of_part(self, values.records, values.like.device)
         if cast is None:

@@ -153,6 +153,8 @@ class ListingFlow(Flow):
         inputs = arguments[:count]
         if None in inputs:  # perhaps an error, which the part raises when it is called
             raise NotOneChain
+        if keywords and not getattr(part, "not_in_chains", frozenset()).isdisjoint(keywords):
+            raise NotOneChain
         likes = tuple([self._likes[v] for v in inputs])
         outputs = self.add(part, inputs, likes, arguments[count:], keywords)
         self._likes.update({v: likes[min(i, count - 1)] for i, v in enumerate(outputs)})
