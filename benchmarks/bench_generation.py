@@ -88,7 +88,7 @@ def main() -> None:
             report.row(op=op, case=case, ratio=round(ratio, 3), **found, equal_texts=same)
         ratio = plain["us_per_step"] / peer["us_per_step"]
         report.row(op=op, case="without a cache", ratio=round(ratio, 3), **plain)
-    report.save()
+        report.save()
 
 
 if __name__ == "__main__":
