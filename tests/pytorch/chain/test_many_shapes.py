@@ -74,6 +74,14 @@ def test_a_recompute_saves_what_the_first_forward_does(recorded, wrap, reentrant
     recorded(lambda x: wrap(layer, x, use_reentrant=reentrant), 16, 32, 48, *[64] * 12, train=True)
 
 
+def test_checkpoints_of_two_kinds(recorded):
+    """Each kind has its own table for recomputes, as each has one for first forwards."""
+    module = MODULES["Linear"]()
+    recorded(lambda x: te.checkpoint(module, x), 16, 32, 48, train=True)
+    again = torch.utils.checkpoint.checkpoint
+    recorded(lambda x: again(module, x, use_reentrant=False), *[64] * 3, train=True)
+
+
 def test_results_do_not_depend_on_recordings(recorded):
     torch.manual_seed(0)
     x = torch.randn(16, 1, 32, dtype=torch.bfloat16)

@@ -20,6 +20,8 @@ _MOST_COUNTED = 256
 class Recordings(dict[Any, Any]):
     """The `Segments` of the calls of a plan, or of the joined plans of a layer, by their shapes."""
 
+    _of_recomputes: Recordings | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self._calls: dict[Any, int] = {}  # of shapes that are not recorded
@@ -39,9 +41,16 @@ class Recordings(dict[Any, Any]):
                 self._calls.clear()
             self._calls[key] = calls
             return False
-        del self._calls[key]
-        del self[next(iter(self))]
+        self._calls.pop(key, None)
+        self.pop(next(iter(self)), None)
         return True
+
+    @property
+    def of_recomputes(self) -> Recordings:
+        """The table of recomputes of these calls. It has room for all shapes that are recorded."""
+        if self._of_recomputes is None:
+            self._of_recomputes = Recordings()
+        return self._of_recomputes
 
 
 class CallPlan:

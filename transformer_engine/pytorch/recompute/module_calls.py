@@ -273,8 +273,9 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
     assert call.plan is not None
     result.cached, result.joins = call.plan.cached, call.joins
     if plan.requires_grad is call.plan.requires_grad:
-        if call.plan.unrecorded is None:
+        if call.plan.unrecorded is None or call.plan.recordings is None:
             result.recordings = None
         else:
             result.by_stages = call.plan.unrecorded
+            result.recordings = call.plan.recordings.of_recomputes
     return result
