@@ -6,6 +6,7 @@ Each result is compared with the same layer without the option, bit for bit wher
 import copy
 import io
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from sizes import as_large_inputs
 from tensor_parallel_ranks import BOUNDS, RECIPES, difference, scope
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.chain import segments
 
 LAYERS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
 PRECISIONS = ("bf16", "delayed", "current", "block")
@@ -237,6 +239,16 @@ def recomputes_around_refused_recordings(rank: int) -> None:
         first.sum().backward()
 
 
+def recomputes_of_many_shapes(rank: int) -> None:
+    """A recompute saves what its first forward did: the one is recorded if the other was."""
+    layer = _mlp(False)
+    with patch.object(segments, "_MOST_SHAPES", 1), scope(PRECISIONS[2]):
+        layer(torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True))
+        for tokens in (32, 16):
+            x = torch.ones(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+            te.checkpoint(layer, x, use_reentrant=False).sum().backward()
+
+
 def joined_with_a_bias_under_autocast(rank: int) -> None:
     """Under `torch.autocast`, collectives that add a bias are recorded with their layer, too."""
     for sequence in (False, True):
@@ -375,6 +387,7 @@ OPTIONS = (
     recomputed_mlps,
     recomputed_calls_that_are_not_recorded,
     recomputes_around_refused_recordings,
+    recomputes_of_many_shapes,
     joined_with_a_bias_under_autocast,
     stage_by_stage_and_recorded,
     compiled_layers,

@@ -18,12 +18,17 @@ _MOST_COUNTED = 256
 
 
 class Recordings(dict[Any, Any]):
-    """The `Segments` of the calls of a plan, or of the joined plans of a layer, by their shapes."""
+    """The `Segments` of the calls of a plan, or of the joined plans of a layer, by their shapes.
+
+    Args:
+        closed: no shape is admitted.
+    """
 
     _of_recomputes: Recordings | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, closed: bool = False) -> None:
         super().__init__()
+        self._closed = closed
         self._calls: dict[Any, int] = {}  # of shapes that are not recorded
 
     def admits(self, key: Any, most: int, replaces: bool) -> bool:
@@ -31,6 +36,8 @@ class Recordings(dict[Any, Any]):
 
         With `replaces`, a shape that is often called takes the place of the oldest one.
         """
+        if self._closed:
+            return False
         if len(self) < most:
             return True
         if not (replaces and self):
@@ -45,9 +52,13 @@ class Recordings(dict[Any, Any]):
         self.pop(next(iter(self)), None)
         return True
 
-    @property
-    def of_recomputes(self) -> Recordings:
-        """The table of recomputes of these calls. It has room for all shapes that are recorded."""
+    def of_recompute(self, admitted: bool) -> Recordings:
+        """The table for the recompute of a call, whose shape was `admitted` to this one or not.
+
+        It has room for all shapes that are admitted here.
+        """
+        if not admitted:
+            return Recordings(closed=True)
         if self._of_recomputes is None:
             self._of_recomputes = Recordings()
         return self._of_recomputes
@@ -95,6 +106,7 @@ class CallPlan:
         joins: collectives may be recorded together with the stages around them; False once such a
             recording was refused.
         by_stages: the first steps of the segments that this call must run stage by stage.
+        admitted: the shapes of the last forward are in `recordings`.
         unrecorded: the first steps of the segments that ran stage by stage in the last forward;
             None if the chain ran without segments.
         inspect_at: the tick of the inspector from which on it may inspect the call.
@@ -103,6 +115,7 @@ class CallPlan:
 
     __slots__ = (
         "accumulates",
+        "admitted",
         "bind",
         "by_stages",
         "cached",
@@ -154,6 +167,7 @@ class CallPlan:
         self.in_first_forward = self.is_recompute = False
         self.by_stages: tuple[int, ...] = ()
         self.unrecorded: tuple[int, ...] | None = None
+        self.admitted = False
         self.recompute_plan: CallPlan | None = None
         self.recompute_scales: torch.Tensor | None = None
         self.columns: Any = None

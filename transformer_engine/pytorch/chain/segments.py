@@ -196,12 +196,13 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     if plan.members:
         key = (key, plan.members)
     found: Segments | None = recordings.get(key)
+    plan.admitted = found is not None
     if found is None:
-        known = recordings.admits(key, _MOST_SHAPES, plan.may_run_differently)
-        if known and plan.chain.communicates:
+        plan.admitted = recordings.admits(key, _MOST_SHAPES, plan.may_run_differently)
+        if plan.admitted and plan.chain.communicates:
             check_agreement(plan, inputs)
-        found = _segments(plan, known, first, joins=True)
-        if known:
+        found = _segments(plan, plan.admitted, first, joins=True)
+        if plan.admitted:
             recordings[key] = found
     if plan.joins or not any([segment.joined for segment in found]):
         return found

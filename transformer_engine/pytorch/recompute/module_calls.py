@@ -277,5 +277,5 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
             result.recordings = None
         else:
             result.by_stages = call.plan.unrecorded
-            result.recordings = call.plan.recordings.of_recomputes
+            result.recordings = call.plan.recordings.of_recompute(call.plan.admitted)
     return result
