@@ -15,6 +15,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.debug.features.log_fp8_tensor_stats import LogFp8TensorStats
 from transformer_engine.debug.features.log_tensor_stats import LogTensorStats
+from transformer_engine.pytorch.chain import recording
 
 KINDS = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 
@@ -226,3 +227,32 @@ def test_keys_of_statistics_are_checked_at_load(tmp_path: Path, stats: Any, got:
 def test_unknown_statistics_are_told_with_their_layer(feature: type) -> None:
     with pytest.raises(ValueError, match=r"got 'median' \(layer l, tensor weight\)"):
         feature().requested_statistics({"stats": ["median"]}, "l", "weight", None)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_layers_are_not_recorded_again_in_each_inspected_step(
+    observed: bool, tmp_path: Path, monkeypatch
+) -> None:
+    made: list[int] = []
+    record = recording.record
+    monkeypatch.setattr(recording, "record", lambda *args: made.append(0) or record(*args))
+    layer = te.TransformerLayer(32, 64, 2, device="cpu", params_dtype=torch.bfloat16, name="layer")
+    if observed:  # it runs part by part
+        layer.self_attention.register_forward_hook(lambda *_: None)
+    config = section("LogTensorStats", tensors=["activation", "gradient"], stats=["max"], freq=3)
+    counts, x = [], torch.randn(16, 1, 32, dtype=torch.bfloat16)
+    with debugging(tmp_path, config):
+        for step in range(9):
+            before = len(made)
+            with scope("delayed"):
+                layer(x * step).sum().backward()
+            debug_api.step()
+            counts.append(len(made) - before)
+    assert counts[0] > 0 and counts[2:] == [0] * 7
+    largest = {
+        iteration: found["max"]
+        for (iteration, name, tensor), found in logged(tmp_path).items()
+        if name.endswith("fc2") and tensor == "activation"
+    }
+    assert [*largest] == [0, 3, 6]
+    assert largest[0] != largest[3]

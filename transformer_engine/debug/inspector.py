@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,13 @@ from transformer_engine.debug.plans import (
     feature_that_needs_python,
     taken_by_kernels,
 )
-from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
+from transformer_engine.debug.quantizer import wrapping
 from transformer_engine.debug.statistics import compiled
+from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers, Quantizer
+from transformer_engine.pytorch.chain.plan import CallPlan, Recordings
+from transformer_engine.pytorch.fp8.casts.quantizers import SIX, GemmQuantizers, Quantizer
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import is_exporting
 
@@ -55,6 +56,7 @@ class Inspection:
     first: CallPlan | None  # replaces the plan; None: the plan stays as it is
     recompute: CallPlan | None  # replaces the plan when a checkpoint repeats the forward
     due_later: bool  # something is due in a later iteration: a CUDA graph must include it now
+    watching: dict[Hashable, tuple[CallPlan, CallPlan]]  # plans that only take statistics
     entered: Sequence[TensorStatistics | FeatureCalls] = ()  # told when a forward begins
 
 
@@ -144,14 +146,21 @@ class Inspector:
         end = (self.session + 1) * _ITERATIONS
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
+        watching = {} if call.inspection is None else call.inspection.watching
         if not active and attached == list(call.quantizers):
-            due_later = bool(following) and self._needing_python(names, True) is not None
-            return Inspection(self.tick, end, None, None, statistics or due_later)
+            statistics |= bool(following) and self._needing_python(names, True) is not None
+            return Inspection(self.tick, end, None, None, statistics, watching)
+        key = _watched(attached)
+        first, recompute = (None, None) if active else watching.get(key, (None, None))
+        if first is None:
+            first = self._wrapped(module, call, plans, attached, entered)
+            recompute = self._wrapped(module, call, plans, attached, entered, first)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # `FeatureCalls` holds the iteration
-        first = self._wrapped(module, call, plans, attached, entered)
-        recompute = self._wrapped(module, call, plans, attached, entered, first)
-        return Inspection(self.tick, end, first, recompute, statistics, entered)
+            first.recordings = Recordings(closed=True)  # of a single iteration
+        elif not active:
+            watching[key] = first, recompute
+        return Inspection(self.tick, end, first, recompute, statistics, watching, entered)
 
     def _attach(
         self,
@@ -217,7 +226,7 @@ class Inspector:
                 calls = self._calls(module, plan, tensor, recomputed)
                 if about.name in _OF_FORWARDS and not recomputed:
                     entered.append(calls)
-                changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)
+                changed[about.quantizer] = wrapping(inner, tensor, plan.fp8, calls, call.dtype)
                 modifies |= about.is_operand and tensor.modifies
             gemms = normal.replaced(changed, like is not None and like.wrapped)
             if like is not None and like.wrapped:
@@ -373,14 +382,11 @@ def _device_of(module: TransformerEngineBaseModule) -> torch.device:
     return first.device
 
 
-def _wrapping(
-    inner: Quantizer, plan: TensorPlan, fp8: Sequence[str], calls: FeatureCalls, dtype: torch.dtype
-) -> Quantizer:
-    if not plan.active(fp8):
-        return inner
-    if plan.tensor.is_operand:
-        return InspectedQuantizer(inner, plan, calls, dtype, fp8)
-    return InspectedResult(inner, plan, calls)
+def _watched(attached: Sequence[GemmQuantizers]) -> Hashable:
+    """What takes statistics of these quantizers' tensors."""
+    six = [getattr(one, name) for one in attached for name in SIX]
+    watching = [one for one in six if isinstance(one, StatisticsQuantizer)]
+    return tuple([(one.statistics, one.captured) for one in watching])
 
 
 def _gemms_in_blocks(call: CallPlan) -> list[list[str]]:

@@ -279,3 +279,14 @@ def _matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matri
         return side
     rows, cols = rows_of(tensor) + padding, tensor.shape[-1]
     return resized(side, *((cols, rows) if columnwise else (rows, cols)))
+
+
+def wrapping(
+    inner: Quantizer, plan: TensorPlan, fp8: Sequence[str], calls: FeatureCalls, dtype: torch.dtype
+) -> Quantizer:
+    """The quantizer through which features see the tensor; `inner` if nothing is due."""
+    if not plan.active(fp8):
+        return inner
+    if plan.tensor.is_operand:
+        return InspectedQuantizer(inner, plan, calls, dtype, fp8)
+    return InspectedResult(inner, plan, calls)

@@ -174,7 +174,9 @@ class FusedLayer:
             if any([plan.chain is not chain for plan, chain in pairs]):
                 raise Outdated
             joined = joined_plan(chain, plans, tuple(needs[: len(values)]))
-            joined.members, joined.recordings = key, self._recordings
+            tables = [plan.recordings for plan in plans if plan.recordings is not None]
+            joined.members = key
+            joined.recordings = next((t for t in tables if t.closed), self._recordings)
             add_plan(self._plans, key, joined, _MOST_PLANS)
         trained = zip(self.members, plans, strict=True)
         step = backward_end_of([member.part for member, plan in trained if plan.requires_grad])

@@ -28,7 +28,7 @@ class Recordings(dict[Any, Any]):
 
     def __init__(self, closed: bool = False) -> None:
         super().__init__()
-        self._closed = closed
+        self.closed = closed
         self._calls: dict[Any, int] = {}  # of shapes that are not recorded
 
     def admits(self, key: Any, most: int, replaces: bool) -> bool:
@@ -36,7 +36,7 @@ class Recordings(dict[Any, Any]):
 
         With `replaces`, a shape that is often called takes the place of the oldest one.
         """
-        if self._closed:
+        if self.closed:
             return False
         if len(self) < most:
             return True
