@@ -256,3 +256,17 @@ def test_layers_are_not_recorded_again_in_each_inspected_step(
     }
     assert [*largest] == [0, 3, 6]
     assert largest[0] != largest[3]
+
+
+def test_plans_of_a_session_are_dropped_in_the_next_one(tmp_path: Path) -> None:
+    layer, x = te.Linear(32, 32, device="cpu", name="fc"), torch.ones(16, 32)
+    for session in range(3):
+        folder = tmp_path / str(session)
+        with debugging(
+            folder, section("LogTensorStats", tensors=["weight"], stats=["max"], freq=2)
+        ):
+            for _ in range(4):
+                layer(x)
+                debug_api.step()
+        assert len(logged(folder)) == 2
+        assert [len(plan.inspection.watching) for plan in layer._plans.values()] == [1]

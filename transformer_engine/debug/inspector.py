@@ -24,6 +24,7 @@ from transformer_engine.debug.plans import (
     Planner,
     TensorPlan,
     feature_that_needs_python,
+    gemms_in_blocks,
     taken_by_kernels,
 )
 from transformer_engine.debug.quantizer import wrapping
@@ -56,7 +57,7 @@ class Inspection:
     first: CallPlan | None  # replaces the plan; None: the plan stays as it is
     recompute: CallPlan | None  # replaces the plan when a checkpoint repeats the forward
     due_later: bool  # something is due in a later iteration: a CUDA graph must include it now
-    watching: dict[Hashable, tuple[CallPlan, CallPlan]]  # plans that only take statistics
+    watching: dict[Hashable, tuple[CallPlan, CallPlan | None]]  # plans that only take statistics
     entered: Sequence[TensorStatistics | FeatureCalls] = ()  # told when a forward begins
 
 
@@ -126,7 +127,7 @@ class Inspector:
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features what to do in every layer (GEMM triple) of the module."""
         names = module.chain.gemm_names
-        about = zip(names, call.quantizers, _gemms_in_blocks(call), strict=True)
+        about = zip(names, call.quantizers, gemms_in_blocks(call), strict=True)
         plans = [
             Planner(self.manager, name, quantizers.fp8_gemms, self.iteration, in_blocks).plan()
             for name, quantizers, in_blocks in about
@@ -143,10 +144,12 @@ class Inspector:
         ]
         active = any(p.active for p in plans)
         statistics = any(tensor.statistics for p in plans for tensor in p.tensors.values())
-        end = (self.session + 1) * _ITERATIONS
+        session = self.session * _ITERATIONS
+        end = session + _ITERATIONS
         if following:
-            end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
-        watching = {} if call.inspection is None else call.inspection.watching
+            end = session + max(min(following), self.iteration + 1)
+        before: Inspection | None = call.inspection
+        watching = {} if before is None or before.begin < session else before.watching
         if not active and attached == list(call.quantizers):
             statistics |= bool(following) and self._needing_python(names, True) is not None
             return Inspection(self.tick, end, None, None, statistics, watching)
@@ -387,14 +390,3 @@ def _watched(attached: Sequence[GemmQuantizers]) -> Hashable:
     six = [getattr(one, name) for one in attached for name in SIX]
     watching = [one for one in six if isinstance(one, StatisticsQuantizer)]
     return tuple([(one.statistics, one.captured) for one in watching])
-
-
-def _gemms_in_blocks(call: CallPlan) -> list[list[str]]:
-    """For each Matmul of a call, the GEMMs whose operands have a scale for each block."""
-    found = []
-    for step, own in zip(call.chain.steps, call.stage_plans, strict=True):
-        if step.stage.multiplies:
-            runs = {"fprop": True, "dgrad": own.needs_input, "wgrad": own.needs_weight}
-            in_blocks = own.fp8 and own.quantizers.input.layout.in_blocks
-            found.append([gemm for gemm, needed in runs.items() if needed and in_blocks])
-    return found

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from transformer_engine.debug.names import NAMESPACE, OPERANDS, ROUTING_CALLS, TENSORS, GemmTensor
+from transformer_engine.pytorch.chain.plan import CallPlan
 
 
 class Plan(Enum):
@@ -223,3 +224,14 @@ def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str
                     if not (by_kernels and taken):
                         return str(routed.name)
     return None
+
+
+def gemms_in_blocks(call: CallPlan) -> list[list[str]]:
+    """For each Matmul of a call, the GEMMs whose operands have a scale for each block."""
+    found = []
+    for step, own in zip(call.chain.steps, call.stage_plans, strict=True):
+        if step.stage.multiplies:
+            runs = {"fprop": True, "dgrad": own.needs_input, "wgrad": own.needs_weight}
+            in_blocks = own.fp8 and own.quantizers.input.layout.in_blocks
+            found.append([gemm for gemm, needed in runs.items() if needed and in_blocks])
+    return found
