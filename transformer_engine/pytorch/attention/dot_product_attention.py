@@ -309,7 +309,7 @@ class DotProductAttention(SharesContext, HasSink, SharedByRanks, ScaledModule):
 
         Arguments are those of `forward`. None if the call needs more than the stage `Attention`.
         """
-        if self.return_max_logit or not self.not_in_chains.isdisjoint(arguments):
+        if self.return_max_logit:
             return None
         cast = casts_of_part(self, values.records, values.like.device)
         if cast is None:
