@@ -32,7 +32,7 @@ from transformer_engine.debug.statistics import compiled
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.chain.plan import CallPlan, Recordings
+from transformer_engine.pytorch.chain.plan import CLOSED, CallPlan
 from transformer_engine.pytorch.fp8.casts.quantizers import SIX, GemmQuantizers, Quantizer
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import is_exporting
@@ -160,7 +160,7 @@ class Inspector:
             recompute = self._wrapped(module, call, plans, attached, entered, first)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # `FeatureCalls` holds the iteration
-            first.recordings = Recordings(closed=True)  # of a single iteration
+            first.recordings = CLOSED
         elif not active:
             watching[key] = first, recompute
         return Inspection(self.tick, end, first, recompute, statistics, watching, entered)

@@ -17,7 +17,13 @@ from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
 from transformer_engine.pytorch.chain.flow import Arguments, ListingFlow, NotOneChain, is_observed
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import AddingPart, Incoming, Planned
-from transformer_engine.pytorch.chain.plan import CallPlan, Recordings, add_plan, joined_plan
+from transformer_engine.pytorch.chain.plan import (
+    CLOSED,
+    CallPlan,
+    Recordings,
+    add_plan,
+    joined_plan,
+)
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 
@@ -174,9 +180,8 @@ class FusedLayer:
             if any([plan.chain is not chain for plan, chain in pairs]):
                 raise Outdated
             joined = joined_plan(chain, plans, tuple(needs[: len(values)]))
-            tables = [plan.recordings for plan in plans if plan.recordings is not None]
-            joined.members = key
-            joined.recordings = next((t for t in tables if t.closed), self._recordings)
+            closed = any([plan.recordings is CLOSED for plan in plans])
+            joined.members, joined.recordings = key, CLOSED if closed else self._recordings
             add_plan(self._plans, key, joined, _MOST_PLANS)
         trained = zip(self.members, plans, strict=True)
         step = backward_end_of([member.part for member, plan in trained if plan.requires_grad])

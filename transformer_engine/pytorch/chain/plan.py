@@ -18,17 +18,12 @@ _MOST_COUNTED = 256
 
 
 class Recordings(dict[Any, Any]):
-    """The `Segments` of the calls of a plan, or of the joined plans of a layer, by their shapes.
-
-    Args:
-        closed: no shape is admitted.
-    """
+    """The `Segments` of the calls of a plan, or of the joined plans of a layer, by their shapes."""
 
     _of_recomputes: Recordings | None = None
 
-    def __init__(self, closed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.closed = closed
         self._calls: dict[Any, int] = {}  # of shapes that are not recorded
 
     def admits(self, key: Any, most: int, replaces: bool) -> bool:
@@ -36,7 +31,7 @@ class Recordings(dict[Any, Any]):
 
         With `replaces`, a shape that is often called takes the place of the oldest one.
         """
-        if self.closed:
+        if self is CLOSED:
             return False
         if len(self) < most:
             return True
@@ -58,10 +53,13 @@ class Recordings(dict[Any, Any]):
         It has room for all shapes that are admitted here.
         """
         if not admitted:
-            return Recordings(closed=True)
+            return CLOSED
         if self._of_recomputes is None:
             self._of_recomputes = Recordings()
         return self._of_recomputes
+
+
+CLOSED = Recordings()  # of calls that are never recorded: it admits no shape
 
 
 class CallPlan:
