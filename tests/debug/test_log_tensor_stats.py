@@ -9,13 +9,13 @@ import pytest
 import torch
 from debug_session import debugging, inspect, logged, section
 from precisions import RECIPES, scope
+from recordings import recordings_made
 from statistics_reference import ALL, assert_statistics, reference
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.debug.features.log_fp8_tensor_stats import LogFp8TensorStats
 from transformer_engine.debug.features.log_tensor_stats import LogTensorStats
-from transformer_engine.pytorch.chain import recording
 
 KINDS = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 
@@ -233,9 +233,7 @@ def test_unknown_statistics_are_told_with_their_layer(feature: type) -> None:
 def test_layers_are_not_recorded_again_in_each_inspected_step(
     observed: bool, tmp_path: Path, monkeypatch
 ) -> None:
-    made: list[int] = []
-    record = recording.record
-    monkeypatch.setattr(recording, "record", lambda *args: made.append(0) or record(*args))
+    made = recordings_made(monkeypatch)
     layer = te.TransformerLayer(32, 64, 2, device="cpu", params_dtype=torch.bfloat16, name="layer")
     if observed:  # it runs part by part
         layer.self_attention.register_forward_hook(lambda *_: None)

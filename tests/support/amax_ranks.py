@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from custom_recipes import run
 from rank_device import here
 
 import transformer_engine.pytorch as te
@@ -60,17 +61,6 @@ def quantizers_of_a_group(rank: int) -> dict[str, bool]:
     return found
 
 
-def _in_parallel(layer: te.LayerNormMLP, recipe: object, rank: int) -> list[torch.Tensor]:
-    """Returns the output of a step, and the gradients of the input and the parameters."""
-    torch.manual_seed(rank)
-    x = torch.randn(32, 64, device=here(), requires_grad=True)
-    layer.zero_grad()
-    with te.fp8_autocast(fp8_recipe=recipe):
-        y = layer(x * (1 + rank))
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters()]]
-
-
 def chosen_quantizers(rank: int) -> bool:
     """Whether ranks that choose the quantizers of a recipe get its results."""
     settings = {"tp_group": dist.new_group([0, 1]), "tp_size": 2, "set_parallel_mode": True}
@@ -81,7 +71,8 @@ def chosen_quantizers(rank: int) -> bool:
         kind = kinds.get(role.tensor_type, te.DType.kFloat8E4M3)
         return te.Float8CurrentScalingQuantizer(kind)
 
-    found = [
-        _in_parallel(layer, one, rank) for one in (CustomRecipe(choose), Float8CurrentScaling())
-    ]
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return layer(x * (1 + rank))
+
+    found = [run(layer, one, call, rank) for one in (CustomRecipe(choose), Float8CurrentScaling())]
     return all(torch.equal(own, wanted) for own, wanted in zip(*found, strict=True))

@@ -1,8 +1,18 @@
 """Finds the recordings that the chains of a module have made."""
 
+import pytest
 from torch import nn
 
+from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.segment import Segment
+
+
+def recordings_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that from now on gets an entry for each recording that is made."""
+    made: list[int] = []
+    record = recording.record
+    monkeypatch.setattr(recording, "record", lambda *args: made.append(0) or record(*args))
+    return made
 
 
 def segments_of(module: nn.Module) -> list[Segment]:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from recordings import recordings_made
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain import recording
 
 MODULES = {
     "Linear": lambda: te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16),
@@ -22,9 +22,7 @@ Recorded = Callable[..., list[bool]]
 def recorded(monkeypatch) -> Recorded:
     """Returns a function that calls a module with these lengths, and says which are recorded."""
     monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_SHAPES", 3)
-    made: list[object] = []
-    record = recording.record
-    monkeypatch.setattr(recording, "record", lambda *args: made.append(0) or record(*args))
+    made = recordings_made(monkeypatch)
 
     def call(module: Callable[..., torch.Tensor], *lengths: int, train: bool = False) -> list[bool]:
         found = []
