@@ -16,22 +16,25 @@ namespace {
 constexpr const char* kOp = "attention";
 using Slot = AttentionSlot;
 
-bool is_captured(Stream stream) {
+void refuse_in_capture(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream_of(stream), &status), kOp);
-  return status != cudaStreamCaptureStatusNone;
+  require(status == cudaStreamCaptureStatusNone, Kind::Runtime, kOp,
+          "expected a call of the same shapes before the capture of a CUDA graph (a warm-up), "
+          "because what cuDNN needs cannot be built inside, got none");
 }
 
 // All graphs of the process. The lock is held while a graph is built or launched, because all
 // graphs of a device share a handle.
 class Plans {
  public:
-  // Calls `use(plan)` under the lock.
-  template <class Use>
-  decltype(auto) with(const AttentionKey& key, Use&& use) {
+  // Calls `use(plan)` under the lock. `before_planning()` is called first if there is no plan yet.
+  template <class Use, class Before>
+  decltype(auto) with(const AttentionKey& key, Use&& use, Before&& before_planning) {
     const std::scoped_lock lock(mutex_);
     auto found = plans_.find(key);
     if (found == plans_.end()) {
+      before_planning();
       if (plans_.size() == kMost) plans_.clear();
       found = plans_.emplace(key, plan_attention(key)).first;
     }
@@ -42,9 +45,7 @@ class Plans {
   AttentionGraph& built(const AttentionPlan& plan, Stream stream) {
     require(plan.graph != nullptr, Kind::Unsupported, kOp, plan.refusal);
     if (!plan.graph->built()) {
-      require(!is_captured(stream), Kind::Runtime, kOp,
-              "expected a call of the same shapes before the capture of a CUDA graph (a warm-up), "
-              "because what cuDNN needs cannot be built inside, got none");
+      refuse_in_capture(stream);
       plan.graph->build();
       ++built_;
     }
@@ -83,8 +84,8 @@ class Layout {
   }
 
   // Writes them, and sets their addresses in `pointers`.
-  void write(const AttentionArgs& args, AttentionPointers& pointers, void* workspace,
-             cudaStream_t stream) const;
+  void write(const AttentionArgs& args, const AttentionGradients* gradients,
+             AttentionPointers& pointers, void* workspace, cudaStream_t stream) const;
 
  private:
   int64_t offsets_bytes() const { return (key_.batch + 1) * static_cast<int64_t>(sizeof(int64_t)); }
@@ -92,29 +93,36 @@ class Layout {
   const AttentionKey& key_;
 };
 
-void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void* workspace,
-                   cudaStream_t stream) const {
+void Layout::write(const AttentionArgs& args, const AttentionGradients* gradients,
+                   AttentionPointers& pointers, void* workspace, cudaStream_t stream) const {
   if (!key_.padded) return;
   char* next = static_cast<char*>(workspace);
+  const AttentionFormat format = args.settings.format;
   AttentionOffsets p;
-  p.evenly = args.settings.format != AttentionFormat::Thd;
-  const auto add = [&](Slot slot, const AttentionStrides& strides, bool is_key) {
+  p.evenly = format != AttentionFormat::Thd;
+  const auto add_offsets = [&](Slot slot, const AttentionStrides& strides, bool is_key) {
     const int64_t stride = p.evenly ? strides.batch : strides.token;
     p.offsets[p.count++] = {reinterpret_cast<int64_t*>(next), stride, is_key};
     at(pointers, slot) = next;
     next += offsets_bytes();
   };
+  const auto add = [&](Slot slot, const TensorView& t, bool is_key) {
+    add_offsets(slot, strides_of(t, format), is_key);
+  };
+  const int token = format == AttentionFormat::Bshd ? 1 : 0;
+  const int64_t queries = args.query.size(token), keys = args.key.size(token);
   if (key_.packed) {
     const int64_t heads = key_.heads;
-    add(Slot::QueryOffsets, key_.query, false);
-    add(Slot::KeyOffsets, key_.key, true);
-    add(Slot::ValueOffsets, key_.value, true);
-    add(Slot::OutOffsets, key_.out, false);
-    add(Slot::StatisticsOffsets, {.batch = key_.queries * heads, .head = 1, .token = heads}, false);
-    if (key_.backward) {
-      add(Slot::GradQueryOffsets, key_.grad_query, false);
-      add(Slot::GradKeyOffsets, key_.grad_key, true);
-      add(Slot::GradValueOffsets, key_.grad_value, true);
+    add(Slot::QueryOffsets, args.query, false);
+    add(Slot::KeyOffsets, args.key, true);
+    add(Slot::ValueOffsets, args.value, true);
+    add(Slot::OutOffsets, args.out, false);
+    add_offsets(Slot::StatisticsOffsets, {.batch = queries * heads, .head = 1, .token = heads},
+                false);
+    if (gradients != nullptr) {
+      add(Slot::GradQueryOffsets, gradients->query, false);
+      add(Slot::GradKeyOffsets, gradients->key, true);
+      add(Slot::GradValueOffsets, gradients->value, true);
     }
   }
   const auto side = [&](const AttentionSequences& sequences, Slot slot, int64_t tokens) {
@@ -125,9 +133,9 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
     const int32_t* starts = sequences.starts ? sequences.starts.ptr<int32_t>() : nullptr;
     return AttentionOffsets::Ends{ends, starts, lengths, static_cast<int32_t>(tokens)};
   };
-  p.query = side(args.query_sequences, Slot::QueryLengths, key_.queries);
-  p.key = side(args.key_sequences, Slot::KeyLengths, key_.keys);
-  p.real = args.query_sequences.ends ? args.query_sequences.ends.numel() - 1 : key_.batch;
+  p.query = side(args.query_sequences, Slot::QueryLengths, queries);
+  p.key = side(args.key_sequences, Slot::KeyLengths, keys);
+  p.real = p.evenly ? args.query.size(1 - token) : args.query_sequences.ends.numel() - 1;
   p.batch = key_.batch;
   write_offsets(p, stream);
 }
@@ -201,17 +209,18 @@ int64_t attention_graph_count() { return plans().count(); }
 
 std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients) {
   const DeviceGuard guard(args.query.device);
-  return plans().with(AttentionKey(args, gradients),
-                      [](const AttentionPlan& plan) { return plan.refusal; });
+  const auto refusal = [](const AttentionPlan& plan) { return plan.refusal; };
+  return plans().with(AttentionKey(args, gradients), refusal, [] {});
 }
 
 int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
                                   Stream stream) {
   const DeviceGuard guard(args.query.device);
   const AttentionKey key(args, gradients);
-  return plans().with(key, [&](const AttentionPlan& plan) {
+  const auto bytes = [&](const AttentionPlan& plan) {
     return Layout(key).bytes() + plans().built(plan, stream).workspace_bytes();
-  });
+  };
+  return plans().with(key, bytes, [&] { refuse_in_capture(stream); });
 }
 
 void attention(const AttentionArgs& args, const AttentionGradients* gradients,
@@ -221,12 +230,13 @@ void attention(const AttentionArgs& args, const AttentionGradients* gradients,
   const Layout layout(key);
   AttentionPointers pointers = pointers_of(args, gradients);
   const bool backward = gradients != nullptr;
-  layout.write(args, pointers, workspace.data, stream_of(stream));
+  layout.write(args, gradients, pointers, workspace.data, stream_of(stream));
   if (args.fp8) write_pairs(args.fp8, backward, stream_of(stream));
   void* scratch = static_cast<char*>(workspace.data) + layout.bytes();
-  plans().with(key, [&](const AttentionPlan& plan) {
+  const auto run = [&](const AttentionPlan& plan) {
     plans().built(plan, stream).run(pointers, scratch, stream_of(stream));
-  });
+  };
+  plans().with(key, run, [&] { refuse_in_capture(stream); });
   if (args.query_sequences.ends) clear_rows(args, written_rows(args, gradients), stream_of(stream));
   if (args.fp8) raise_amaxes(args.fp8, backward, stream_of(stream));
 }

@@ -21,14 +21,6 @@ int64_t stride_of(const TensorView& t, int axis) {
   return t.size(axis) == 1 ? t.size(-1) : t.stride(axis);
 }
 
-AttentionStrides strides_of(const TensorView& t, AttentionFormat format) {
-  if (!t) return {};
-  if (format == AttentionFormat::Thd)
-    return {.batch = 0, .head = stride_of(t, 1), .token = stride_of(t, 0)};
-  const int batch = format == AttentionFormat::Sbhd ? 1 : 0;
-  return {.batch = stride_of(t, batch), .head = stride_of(t, 2), .token = stride_of(t, 1 - batch)};
-}
-
 // Whether the backward would compute with keys that do not exist. On Hopper, cuDNN (9.19 to 9.30)
 // takes keys in tiles of 128, but masks those after the last key in tiles of 64. The unmasked ones
 // have a score of 0, and exp(0 - log-sum-exp) overflows if all scores of a query are below -88:
@@ -43,8 +35,15 @@ int64_t bits_of(float value) { return std::bit_cast<int32_t>(value); }
 
 }  // namespace
 
+AttentionStrides strides_of(const TensorView& t, AttentionFormat format) {
+  if (!t) return {};
+  if (format == AttentionFormat::Thd)
+    return {.batch = 0, .head = stride_of(t, 1), .token = stride_of(t, 0)};
+  const int batch = format == AttentionFormat::Sbhd ? 1 : 0;
+  return {.batch = stride_of(t, batch), .head = stride_of(t, 2), .token = stride_of(t, 1 - batch)};
+}
+
 AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* gradients) {
-  constexpr int64_t kLeastTokens = 64;
   const AttentionSettings& settings = args.settings;
   const TensorView& q = args.query;
   const AttentionFormat format = settings.format;
@@ -52,24 +51,7 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   dtype = static_cast<int64_t>(q.dtype);
   backward = gradients != nullptr;
   packed = args.packed();
-  if (format == AttentionFormat::Thd) {
-    batch = round_up(args.query_sequences.ends.numel() - 1, 1);
-    queries = round_up(args.query_sequences.longest, kLeastTokens);
-    keys = round_up(args.key_sequences.longest, kLeastTokens);
-    if (backward) {
-      query_tokens = round_up(q.size(0), kLeastTokens);
-      key_tokens = round_up(args.key.size(0), kLeastTokens);
-    }
-  } else {
-    const int token = format == AttentionFormat::Sbhd ? 0 : 1;
-    batch = q.size(1 - token);
-    queries = q.size(token);
-    keys = args.key.size(token);
-    if (backward && packed) {
-      query_tokens = batch * queries;
-      key_tokens = batch * keys;
-    }
-  }
+  set_sizes(args);
   heads = q.size(-2);
   groups = args.key.size(-2);
   key_size = q.size(-1);
@@ -77,7 +59,7 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   left = settings.left;
   right = settings.right;
   bottom_right = settings.bottom_right;
-  padded = args.query_sequences.ends || (backward && misses_tail(*this));
+  padded = packed || args.query_sequences.ends || (backward && misses_tail(*this));
   scale_bits = bits_of(settings.scale);
   dropout_bits = bits_of(settings.dropout);
   alibi = settings.alibi;
@@ -89,17 +71,48 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
     bias_dtype = static_cast<int64_t>(args.bias.dtype);
   }
   sink = static_cast<bool>(args.sink);
-  query = strides_of(q, format);
-  key = strides_of(args.key, format);
-  value = strides_of(args.value, format);
-  out = strides_of(args.out, format);
+  const auto strides = [&](const TensorView& t) {
+    AttentionStrides found = strides_of(t, format);
+    if (packed) found.batch = 0;  // the offsets say where sequences begin
+    return found;
+  };
+  query = strides(q);
+  key = strides(args.key);
+  value = strides(args.value);
+  out = strides(args.out);
   if (!backward) return;
   grad_dtype = static_cast<int64_t>(gradients->out.dtype);
   bias_grad = static_cast<bool>(gradients->bias);
   sink_grad = static_cast<bool>(gradients->sink);
-  grad_query = strides_of(gradients->query, format);
-  grad_key = strides_of(gradients->key, format);
-  grad_value = strides_of(gradients->value, format);
+  grad_query = strides(gradients->query);
+  grad_key = strides(gradients->key);
+  grad_value = strides(gradients->value);
+}
+
+void AttentionKey::set_sizes(const AttentionArgs& args) {
+  constexpr int64_t kLeastTokens = 64, kFewQueries = 16;
+  const AttentionFormat format = args.settings.format;
+  if (format == AttentionFormat::Thd) {
+    batch = args.query_sequences.ends.numel() - 1;
+    queries = args.query_sequences.longest;
+    keys = args.key_sequences.longest;
+  } else {
+    const int token = format == AttentionFormat::Sbhd ? 0 : 1;
+    batch = args.query.size(1 - token);
+    queries = args.query.size(token);
+    keys = args.key.size(token);
+  }
+  if (!packed) return;
+  // Steps of generation read caches of one size, and cuDNN has kernels for a few queries.
+  const bool thd = format == AttentionFormat::Thd;
+  if (thd || queries > kFewQueries) {
+    batch = round_up(batch, 1);
+    queries = round_up(queries, kLeastTokens);
+    keys = round_up(keys, kLeastTokens);
+  }
+  if (!backward) return;
+  query_tokens = thd ? round_up(args.query.size(0), kLeastTokens) : batch * queries;
+  key_tokens = thd ? round_up(args.key.size(0), kLeastTokens) : batch * keys;
 }
 
 float AttentionKey::scale() const { return std::bit_cast<float>(static_cast<int32_t>(scale_bits)); }

@@ -20,7 +20,7 @@ struct AttentionKey {
   int64_t grad_dtype = 0;  // dtype of the gradients, in the backward
   int64_t packed = 0;      // tensors have offsets for each sequence
   int64_t padded = 0;      // cuDNN is told the length of each sequence
-  // In the thd format, the batch, the longest lengths and the tokens are rounded up, so that few
+  // Of packed tensors, the batch, the longest lengths and the tokens are rounded up, so that few
   // graphs serve all calls.
   int64_t batch = 0, queries = 0, keys = 0, query_tokens = 0, key_tokens = 0;
   int64_t heads = 0, groups = 0, key_size = 0, value_size = 0;
@@ -37,8 +37,14 @@ struct AttentionKey {
   bool fp8() const { return is_fp8(static_cast<DType>(dtype)); }
   float scale() const;
   float dropout() const;
+
+ private:
+  void set_sizes(const AttentionArgs& args);
 };
 static_assert(std::has_unique_object_representations_v<AttentionKey>);
+
+// Strides of a tensor of the call; 0 for the batch of thd.
+AttentionStrides strides_of(const TensorView& t, AttentionFormat format);
 
 struct AttentionKeyHash {
   size_t operator()(const AttentionKey& key) const;

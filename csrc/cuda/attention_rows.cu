@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) offsets_kernel(AttentionOffsets p) {
   for (int i = 0; i < p.count; ++i) {
     const auto& side = p.offsets[i].is_key ? p.key : p.query;
     const int32_t* starts = side.starts != nullptr ? side.starts : side.ends;
-    p.offsets[i].at[b] = (p.evenly ? b : starts[known]) * p.offsets[i].stride;
+    p.offsets[i].at[b] = (p.evenly ? known : starts[known]) * p.offsets[i].stride;
   }
 }
 

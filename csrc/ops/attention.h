@@ -29,9 +29,11 @@ enum class AttentionFormat : int32_t {
 // The lengths and places of the sequences of queries, or of keys and values. Without `ends`, every
 // sequence is as long as the tensor.
 struct AttentionSequences {
-  TensorView ends;      // int32 [batch + 1]: sequence b has ends[b + 1] - ends[b] tokens
-  TensorView starts;    // int32 [batch + 1]: in thd, sequence b begins here; absent: at ends[b]
-  int64_t longest = 0;  // thd: upper bound of the lengths
+  TensorView ends;    // int32 [batch + 1]: sequence b has ends[b + 1] - ends[b] tokens
+  TensorView starts;  // int32 [batch + 1]: in thd, sequence b begins here; absent: at ends[b]
+  // thd: upper bound of the lengths. Other formats: the tokens of the tensor if the call may share
+  // the graph of similar sizes, else 0.
+  int64_t longest = 0;
 };
 
 struct AttentionSettings {
@@ -87,7 +89,8 @@ struct AttentionArgs {
   // Whether cuDNN gets the offset of each sequence (ragged tensors), and so skips tokens outside
   // the sequences. thd needs this; with a bias it is not possible.
   bool packed() const {
-    return settings.format == AttentionFormat::Thd || (query_sequences.ends && !bias);
+    const bool has_lengths = query_sequences.ends || query_sequences.longest > 0;
+    return settings.format == AttentionFormat::Thd || (has_lengths && !bias);
   }
 };
 

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_pa
 
 SBHD, BSHD, THD = 0, 1, 2
 NO_SEQUENCES = (None, None, None, None)
+OWN_GRAPH = (0, 0)  # `longest` of calls whose graph is for exactly their sizes
 
 # Where the gradients of query, key and value are stored. APART: in three tensors. AS_INPUTS: as
 # parts of one tensor, if the inputs are parts of one. PACKED and PACKED_BY_HEAD: in one tensor
@@ -41,7 +42,7 @@ def settings_of(
     bottom_right: bool = False,
     alibi: bool = False,
     deterministic: bool = False,
-    longest: tuple[int, int] = (0, 0),
+    longest: tuple[int, int] = OWN_GRAPH,
 ) -> tuple[int, ...]:
     """The `settings` of a call: all that `_C` cannot learn from the tensors.
 
@@ -51,7 +52,9 @@ def settings_of(
         bottom_right: the last query and key have equal positions; otherwise the first ones have.
         alibi: add the usual ALiBi bias; needs `window[1] == 0`.
         deterministic: gradients repeat bit for bit.
-        longest: for `THD`, upper bounds of the lengths of query and key sequences.
+        longest: for `THD`, upper bounds of the lengths of query and key sequences. For others, the
+            tokens of queries and keys if the call shares the graph of similar sizes; then query,
+            key and value and their gradients must have equal strides.
     """
     return (format, *window, int(bottom_right), int(alibi), int(deterministic), *longest)
 

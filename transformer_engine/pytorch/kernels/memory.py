@@ -58,16 +58,29 @@ def new_empty(
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """`x.contiguous()`; by a call of `_C`, which can be recorded, if `x` is a range of a tensor.
+    """`x.contiguous()`; by a call of `_C`, which can be recorded, if rows have one distance.
 
-    Args:
-        x: a permuted tensor, or a range of one axis of a contiguous one.
+    A range of one axis of a contiguous tensor has such rows.
     """
-    if x.is_contiguous() or x.stride(-1) != 1:
+    if x.is_contiguous() or not _has_even_rows(x.shape, x.stride()):
         return x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _C.copy(x, out)
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_even_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether `_C.copy` reads a tensor of these strides: contiguous rows at one distance."""
+    axes = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n > 1]
+    row = 1
+    while axes and axes[-1][1] == row:
+        row *= axes.pop()[0]
+    distance = axes[-1][1] if axes else row
+    rows = 1
+    while axes and axes[-1][1] == distance * rows:
+        rows *= axes.pop()[0]
+    return row > 1 and distance >= row and not axes
 
 
 @functools.lru_cache(maxsize=1024)

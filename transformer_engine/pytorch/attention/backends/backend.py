@@ -286,7 +286,7 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
     return None
 
 
-_FEW = 16  # calls with a cache and up to 16 queries are generation steps, others are prompts
+FEW_QUERIES = 16  # calls with a cache and up to 16 queries are generation steps, others are prompts
 
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
@@ -336,7 +336,7 @@ EAGER = Requirement(
 )
 FEW_QUERIES_IF_CACHED = Requirement(
     lambda problem, allowed: (
-        not problem.cache or (problem.cache == "fixed" and (problem.queries or 1) <= _FEW)
+        not problem.cache or (problem.cache == "fixed" and (problem.queries or 1) <= FEW_QUERIES)
     ),
     "would build a graph for each length that a cache grows to, or that a prompt has",
 )

@@ -7,18 +7,15 @@ The log-sum-exp is `[batch, heads, queries]`, and `[tokens, heads]` for thd. It 
 and is +inf for a query that sees no key. With ALiBi it is that of cuDNN's own scores, whose bias is
 `slope * (key - query)`.
 
-A graph is built in the first call with its shapes (thd lengths are rounded, so similar shapes share
-a graph), which takes tenths of a second. No graph can be built while a CUDA graph is captured, so a
-capture runs only shapes that have run before.
+A graph is built in the first call with its shapes (similar lengths may share a graph, see
+`cudnn_sizes.py`), which takes tenths of a second. No graph can be built while a CUDA graph is
+captured, so a capture runs only shapes that have run before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.backends.backend import (
     ASKABLE,
@@ -38,6 +35,8 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Requirement,
     Saved,
 )
+from transformer_engine.pytorch.attention.backends.cudnn_sizes import lengths_to_share, shares
+from transformer_engine.pytorch.attention.backends.cudnn_support import FORMATS, ask, taken_by_cudnn
 from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 from transformer_engine.pytorch.attention.backends.strides import readable_by_cudnn
 from transformer_engine.pytorch.attention.core import formats
@@ -45,24 +44,20 @@ from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequ
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.projections import layout_of, views
 from transformer_engine.pytorch.attention.masks.masks import mask_rule
-from transformer_engine.pytorch.capture import is_capturing, memoize
+from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,
-    BSHD,
     NO_SEQUENCES,
+    OWN_GRAPH,
     PACKED,
     PACKED_BY_HEAD,
-    SBHD,
-    THD,
     attention_backward,
     attention_forward,
-    attention_refusal,
     settings_of,
 )
 from transformer_engine.pytorch.kernels.memory import contiguous
 
-_FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
 
 
@@ -76,14 +71,16 @@ def forward(
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
     shape, bias, sink = call.shape, call.bias.tensor, call.sink.offset
+    training = any(needs)
+    deterministic = training and repeatable(environment())
     sequences: tuple[torch.Tensor | None, ...] = NO_SEQUENCES
-    longest, same = (0, 0), False
+    same = False
     if shape.band is None:
         ends_q, ends_kv = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
         same = ends_q is ends_kv and shape.queries == shape.keys
         sequences, longest = _sequences(call)
-    training = any(needs)
-    deterministic = training and repeatable(environment())
+    else:
+        longest = _lengths_to_share(query, call, deterministic, training)
     how = settings_for(shape, same, call.bias.type == "alibi", deterministic, longest)
     dropout, _, seed = call.dropout
     sink_dtype = None if sink is None else sink.dtype
@@ -92,7 +89,7 @@ def forward(
     if bias is not None:
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
-    placed = training and shape.band is None and bias is None
+    placed = training and bias is None and (shape.band is None or longest != OWN_GRAPH)
     query, key, value = readable_by_cudnn(query, key, value, placed=placed)
     options = (how, call.scale, dropout)
     out, statistics = attention_forward(
@@ -177,11 +174,22 @@ def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, 
     batch = ends_q.shape[0] - 1 if call.shape.batch is None else call.shape.batch
     formats.check_batch(batch, ends_q, ends_k)
     if call.shape.qkv_format != "thd":
-        return (ends_q, ends_k, None, None), (0, 0)
+        return (ends_q, ends_k, None, None), OWN_GRAPH
     longest_query = _longest(query, ends_q)
     same = ends_k is ends_q and key.longest is None
     longest = (longest_query, longest_query if same else _longest(key, ends_k))
     return (ends_q, ends_k, starts_q, starts_k), longest
+
+
+def _lengths_to_share(
+    query: torch.Tensor, call: Call, repeats: bool, training: bool
+) -> tuple[int, int]:
+    """See `lengths_to_share`. In compiled code sizes may be symbols, so that no graph is shared."""
+    bias, sink = call.bias.tensor, call.sink.offset
+    if torch.compiler.is_compiling() or call.part or bias is not None or sink is not None:
+        return OWN_GRAPH
+    how = (call.dropout.p, call.bias.type, repeats, training)
+    return lengths_to_share(call.shape, query.device.index, query.dtype, *how)
 
 
 def _longest(sequences: Sequences, ends: torch.Tensor) -> int:
@@ -205,80 +213,13 @@ def settings_for(
         window, bottom_right = (rule.left, rule.right), rule.bottom_right and not same
     if max(window) < 0:
         bottom_right = False
-    return settings_of(_FORMATS[shape.qkv_format], window, bottom_right, alibi, repeatable, longest)
-
-
-NOT_ASKED = "was not asked before a CUDA graph was captured; run the layer once (a warm-up)"
-
-
-def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Sizes of query, key and value to ask cuDNN about, and settings.
-
-    Unknown sizes are replaced by a batch of 2 and 512 tokens.
-    """
-    rule, format = problem.rule, _FORMATS[problem.qkv_format]
-    batch, queries = problem.batch or 2, problem.queries or 512
-    keys = problem.keys or queries
-    lead = {SBHD: lambda n: (n, batch), BSHD: lambda n: (batch, n), THD: lambda n: (batch * n,)}
-    sizes = (
-        (*lead[format](queries), problem.heads, problem.key_size),
-        (*lead[format](keys), problem.groups, problem.key_size),
-        (*lead[format](keys), problem.groups, problem.value_size),
-    )
-    bottom_right = rule.bottom_right and max(rule.left, rule.right) >= 0
-    if problem.alike if rule.type.padding else queries == keys:
-        bottom_right = False
-    alibi, longest = problem.bias_type == "alibi", (queries, keys)
-    window = (rule.left, rule.right)
-    return sizes, settings_of(format, window, bottom_right, alibi, problem.repeatable, longest)
-
-
-def gpu_of(problem: Problem) -> int:
-    """Index of the GPU to ask."""
-    return torch.cuda.current_device() if problem.gpu is None else problem.gpu
+    return settings_of(FORMATS[shape.qkv_format], window, bottom_right, alibi, repeatable, longest)
 
 
 @memoize
 def _refusal(problem: Problem) -> str:
     """Why cuDNN itself refuses a problem."""
-    if is_capturing():
-        return NOT_ASKED
-    sizes, how = question(problem)
-    bias: tuple[int, ...] = ()
-    if problem.bias_type == "post_scale_bias":
-        shape = (1, problem.heads, problem.queries or 512, problem.keys or problem.queries or 512)
-        bias = problem.bias_shape or shape
-    return attention_refusal(
-        sizes,
-        problem.dtype,
-        gpu_of(problem),
-        how,
-        problem.dropout,
-        problem.rule.type.padding,
-        bias,
-        problem.bias_grad,
-        problem.softmax_type != "vanilla",
-        problem.training,
-    )
-
-
-def taken_by_cudnn(
-    refusal: Callable[[Problem, AttentionVariables], str],
-    taken_in_traces: Callable[[Problem], bool],
-    reason_in_traces: str,
-) -> Requirement:
-    """The requirement that cuDNN takes a problem, for which `refusal` returns an empty string.
-
-    Inside a trace, where sizes may be symbols, it gets only problems that it takes at any size.
-    """
-
-    def holds(problem: Problem, allowed: AttentionVariables) -> bool:
-        return taken_in_traces(problem) if problem.compiling else not refusal(problem, allowed)
-
-    def reason(problem: Problem) -> str:
-        return reason_in_traces if problem.compiling else refusal(problem, environment())
-
-    return Requirement(holds, reason)
+    return "" if shares(problem) else ask(problem)
 
 
 def _ordinary(problem: Problem) -> bool:

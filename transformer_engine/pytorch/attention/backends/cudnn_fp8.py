@@ -42,12 +42,14 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Saved,
 )
 from transformer_engine.pytorch.attention.backends.cudnn import (
-    NOT_ASKED,
-    gpu_of,
     log_sum_exp_of_part,
-    question,
     settings_for,
     statistics_of_part,
+)
+from transformer_engine.pytorch.attention.backends.cudnn_support import (
+    NOT_ASKED,
+    gpu_of,
+    question,
     taken_by_cudnn,
 )
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
@@ -58,6 +60,7 @@ from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,
     NO_SEQUENCES,
+    OWN_GRAPH,
     attention_backward,
     attention_refusal,
 )
@@ -79,7 +82,7 @@ def forward(
     assert casts is not None
     training = any(needs)
     deterministic = training and repeatable(environment())
-    settings = settings_for(call.shape, False, False, deterministic, (0, 0))
+    settings = settings_for(call.shape, False, False, deterministic, OWN_GRAPH)
     if call.part:
         dtype, in_fp8, out_slot = casts.dtype, False, casts.qkv._replace(amax=None)
         query, key, value = (x.contiguous() for x in (query, key, value))

@@ -8,6 +8,7 @@ import torch
 
 from transformer_engine.pytorch._torch_private import FakeTensor, transforms_active
 from transformer_engine.pytorch.capture import memoize
+from transformer_engine.pytorch.kernels.memory import contiguous
 from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 _PACK = 16  # bytes
@@ -50,8 +51,10 @@ def readable_by_cudnn(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor
     must be the parts of one tensor, in whose layout `attention_backward` makes gradients, or they
     are made contiguous.
     """
-    if placed and (torch.compiler.is_compiling() or packed_layout_of(*inputs) is None):
+    if placed and torch.compiler.is_compiling():
         return tuple(x.contiguous() for x in inputs)
+    if placed and packed_layout_of(*inputs) is None:
+        return tuple([contiguous(x) for x in inputs])
     return tuple([x if _in_eights(x.stride()) else _contiguous_copy(x) for x in inputs])
 
 
