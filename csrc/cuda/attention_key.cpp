@@ -4,16 +4,13 @@
 #include <bit>
 #include <cstring>
 
+#include "core/few_sizes.h"
+
 namespace te::cuda {
 namespace {
 
-// Rounds n up, by a quarter at most: there are four steps from one power of two to the next.
-int64_t round_up(int64_t n, int64_t least) {
-  n = std::max(n, least);
-  const int64_t step =
-      std::max<int64_t>(1, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 4));
-  return (n + step - 1) / step * step;
-}
+// Graphs are rounded up by less than a quarter.
+int64_t round_up(int64_t n, int64_t least) { return round_to_few_sizes(std::max(n, least), 4); }
 
 // The stride of an axis of one element is arbitrary, so it is replaced by one that every kernel
 // accepts.

@@ -181,6 +181,12 @@ std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
   return algorithm;
 }
 
+bool fits(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm) {
+  if (loses_terms(terms, describe_algorithm(algorithm))) return false;
+  const auto needed = needed_bytes(terms, algorithm);
+  return needed && *needed <= terms.workspace_bytes;
+}
+
 int64_t workspace_bytes(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm,
                         bool counts_tiles) {
   if (counts_tiles) return terms.workspace_bytes;

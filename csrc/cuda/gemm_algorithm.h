@@ -2,7 +2,8 @@
 // algorithm and its attributes, such as tile and stages.
 //
 // A GEMM uses the algorithm of its row in policy/gemm_table.inc, or of a similar problem's row
-// (policy/gemm_table.h), if cuBLASLt accepts it here, else the first guess of cuBLASLt's heuristic.
+// (policy/gemm_table.h), if cuBLASLt accepts it here, else the first guess of cuBLASLt's heuristic,
+// which may be one for a rounded size (gemm_plan.h).
 // Nothing is ever timed while a model runs, so runs repeat bit for bit; benchmarks/tune_gemm.py
 // takes the times and writes the table.
 #pragma once
@@ -45,6 +46,9 @@ GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algorithm);
 // lose terms of sums.
 std::optional<cublasLtMatmulAlgo_t> build_algorithm(const GemmTerms& terms,
                                                     const GemmAlgorithm& description);
+
+// Whether the algorithm, which was made for other terms, runs on these and loses no terms of sums.
+bool fits(const GemmTerms& terms, const cublasLtMatmulAlgo_t& algorithm);
 
 // How much workspace a run of the algorithm is given. Most kernels for Hopper use it only for a
 // counter, from which thread blocks take the tiles that they compute. cuBLASLt sets the counter to

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/few_sizes.h"
+
 namespace te::cuda {
 namespace {
 
@@ -115,7 +117,7 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
 // D^T, A^T and B^T. So it computes D^T = B A^T, with our b as its A and our a as its B. It sees a b
 // stored as [n, k] as [k, n], and must transpose it; a b stored as [k, n] (`transposed`) it sees as
 // it needs it. For a it is the other way round. No code outside this file knows of the swap.
-GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
+GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args, const GemmPlan* similar)
     : key_(key),
       handle_(cublaslt_handle(args.a.data.device)),
       compute_(compute_type(key)),
@@ -134,7 +136,7 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
   if (key.has_bias)
     desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(gemm_bias_dtype(p.a, p.d)));
   set_pointers(args);
-  if (const auto chosen = choose()) use(*chosen);
+  if (const auto chosen = choose(similar)) use(*chosen);
 }
 
 void GemmPlan::use(const cublasLtMatmulAlgo_t& algorithm) {
@@ -172,13 +174,15 @@ std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
 
 // The table holds for Hopper and aligned tensors. It was measured without a bias, which changes
 // little.
-std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
+std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose(const GemmPlan* similar) const {
   constexpr int kPackBytes = 16;
   const bool aligned =
       key_.alignment.operand_bytes >= kPackBytes && key_.alignment.result_bytes >= kPackBytes;
   const bool measured = aligned && is_measured(key_.device);
   if (const auto found = measured ? find_in_table(key_.problem) : std::nullopt)
     if (const auto built = build_algorithm(terms(), *found)) return built;
+  if (similar != nullptr && similar->algorithm_ && fits(terms(), *similar->algorithm_))
+    return similar->algorithm_;
   if (!is_fp8(key_.problem.a)) return guesses(1).front();
   const auto found = guess_algorithms(terms(), key_.alignment, 1);
   return found.empty() ? std::nullopt : std::optional(found.front());
@@ -206,13 +210,30 @@ bool GemmPlanCache::run(const GemmArgs& args, Stream stream) {
   const std::scoped_lock lock(mutex_);
   auto found = plans_.find(key);
   if (found == plans_.end()) {
-    auto plan = std::make_unique<GemmPlan>(key, args);
-    if (plans_.size() == kMostPlans) plans_.clear();
+    if (plans_.size() >= kMostPlans) plans_.clear();
+    auto plan = std::make_unique<GemmPlan>(key, args, similar_to(key, args));
     found = plans_.emplace(key, std::move(plan)).first;
     ++built_;
   }
   last_ = found->second.get();
   return last_->run(args, stream);
+}
+
+const GemmPlan* GemmPlanCache::similar_to(const GemmKey& key, const GemmArgs& args) {
+  constexpr int kMostGuesses = 64;
+  constexpr size_t kMostVaried = 1024;
+  if (varied_.size() >= kMostVaried) varied_.clear();
+  GemmKey rounded = key;
+  for (int64_t GemmProblem::*size : {&GemmProblem::m, &GemmProblem::k}) {
+    GemmKey family = key;
+    family.problem.*size = 0;
+    if (++varied_[family] > kMostGuesses)
+      rounded.problem.*size = round_to_few_sizes(key.problem.*size, 8);
+  }
+  if (rounded == key) return nullptr;
+  std::unique_ptr<GemmPlan>& plan = plans_[rounded];
+  if (!plan) plan = std::make_unique<GemmPlan>(rounded, args, nullptr);
+  return plan.get();
 }
 
 int64_t GemmPlanCache::built() const {

@@ -14,7 +14,7 @@ from sizes import as_large_inputs
 from tensor_parallel_ranks import BOUNDS, RECIPES, difference, scope
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.chain import Chain
 
 LAYERS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
 PRECISIONS = ("bf16", "delayed", "current", "block")
@@ -242,7 +242,7 @@ def recomputes_around_refused_recordings(rank: int) -> None:
 def recomputes_of_many_shapes(rank: int) -> None:
     """A recompute saves what its first forward did: the one is recorded if the other was."""
     layer = _mlp(False)
-    with patch.object(segments, "_MOST_SHAPES", 1), scope(PRECISIONS[2]):
+    with patch.object(Chain, "shapes", 1), scope(PRECISIONS[2]):
         layer(torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True))
         for tokens in (32, 16):
             x = torch.ones(tokens, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -21,7 +21,7 @@ Recorded = Callable[..., list[bool]]
 @pytest.fixture
 def recorded(monkeypatch) -> Recorded:
     """Returns a function that calls a module with these lengths, and says which are recorded."""
-    monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_SHAPES", 3)
+    monkeypatch.setattr("transformer_engine.pytorch.chain.chain.Chain.shapes", 3)
     made = recordings_made(monkeypatch)
 
     def call(module: Callable[..., torch.Tensor], *lengths: int, train: bool = False) -> list[bool]:

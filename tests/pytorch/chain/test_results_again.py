@@ -8,7 +8,7 @@ from saved_memory import saved_storages
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import capture
-from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 
 HIDDEN, FFN = 32, 64
@@ -45,7 +45,7 @@ def step(module, recipe, x, grad):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device, monkeypatch):
     if not recorded:
-        monkeypatch.setattr(segments, "_MOST_SHAPES", 0)
+        monkeypatch.setattr(Chain, "shapes", 0)
     again, saving = pair(monkeypatch, device, activation=activation)
     x = torch.randn(2, tokens, HIDDEN, device=device, dtype=torch.bfloat16)[0]
     grad = torch.randn_like(x)

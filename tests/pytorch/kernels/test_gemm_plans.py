@@ -168,6 +168,24 @@ def test_algorithms_can_be_described_and_used(kind):
     _C.gemm_use_guess()
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
+@pytest.mark.parametrize("layout", ["TN", "NT"])
+def test_products_of_many_sizes_share_algorithms(kind, layout):
+    """As those of experts: of the tokens alone, which are rows of the result, or terms of sums."""
+    algorithms = {}
+    for tokens in range(1040, 1040 + 80 * 16, 16):
+        shape = (tokens, 48, 144) if layout == "TN" else (144, 48, tokens)
+        a, b = both(shape, kind, layout)
+        assert_close(multiply(a, b), product(a, b), slack(a, b, "cuda"))
+        algorithms[tokens] = _C.gemm_algorithm()
+    own = _C.gemm_plan_count()
+    for tokens in range(2064, 2304, 16):  # of which 2304 is the rounded size
+        assert algorithms[tokens] == algorithms[2288]
+    multiply(*both((2304, 48, 144) if layout == "TN" else (144, 48, 2304), kind, layout))
+    assert algorithms[2288] == _C.gemm_algorithm()
+    assert _C.gemm_plan_count() == own
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

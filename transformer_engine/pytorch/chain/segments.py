@@ -30,8 +30,6 @@ from transformer_engine.pytorch.chain.stage_by_stage import (
 from transformer_engine.pytorch.chain.stand_ins import Tensors
 from transformer_engine.pytorch.parallel.collectives import waited
 
-_MOST_SHAPES = 32  # recorded for one plan
-
 
 class Segments(list[Segment]):
     """The segments of calls with inputs of one shape.
@@ -198,7 +196,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     found: Segments | None = recordings.get(key)
     plan.admitted = found is not None
     if found is None:
-        plan.admitted = recordings.admits(key, _MOST_SHAPES, plan.may_run_differently)
+        plan.admitted = recordings.admits(key, plan.chain.shapes, plan.may_run_differently)
         if plan.admitted and plan.chain.communicates:
             check_agreement(plan, inputs)
         found = _segments(plan, plan.admitted, first, joins=True)

@@ -48,7 +48,9 @@ class _Part(Linear):
                 f" the sum over {self.ranks.size} ranks would have each bias as often (layer"
                 f" {self.name})"
             )
-        return super()._build_chain()
+        chain = super()._build_chain()
+        chain.shapes = 4  # the rows of an expert seldom repeat
+        return chain
 
     def fixed_settings(self) -> tuple[str, ...]:
         """See `HasSettings`."""
