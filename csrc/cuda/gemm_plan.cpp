@@ -8,6 +8,7 @@ namespace te::cuda {
 namespace {
 
 constexpr const char* kOp = "gemm";
+constexpr size_t kMostPlans = 8192;  // bounds the memory of a model whose sizes never repeat
 
 // The largest power of two, up to kEnough, that divides all addresses; null pointers are ignored.
 int32_t alignment_of(std::initializer_list<const void*> pointers) {
@@ -205,7 +206,6 @@ bool GemmPlan::run(const GemmArgs& args, Stream stream) {
 }
 
 bool GemmPlanCache::run(const GemmArgs& args, Stream stream) {
-  constexpr size_t kMostPlans = 8192;  // bounds the memory of a model whose sizes never repeat
   const GemmKey key(args);
   const std::scoped_lock lock(mutex_);
   auto found = plans_.find(key);
@@ -223,6 +223,7 @@ const GemmPlan* GemmPlanCache::similar_to(const GemmKey& key, const GemmArgs& ar
   constexpr int kMostGuesses = 64;
   constexpr size_t kMostVaried = 1024;
   if (varied_.size() >= kMostVaried) varied_.clear();
+  if (rounded_.size() >= kMostPlans) rounded_.clear();
   GemmKey rounded = key;
   for (int64_t GemmProblem::*size : {&GemmProblem::m, &GemmProblem::k}) {
     GemmKey family = key;
@@ -231,7 +232,7 @@ const GemmPlan* GemmPlanCache::similar_to(const GemmKey& key, const GemmArgs& ar
       rounded.problem.*size = round_to_few_sizes(key.problem.*size, 8);
   }
   if (rounded == key) return nullptr;
-  std::unique_ptr<GemmPlan>& plan = plans_[rounded];
+  std::unique_ptr<GemmPlan>& plan = rounded_[rounded];
   if (!plan) plan = std::make_unique<GemmPlan>(rounded, args, nullptr);
   return plan.get();
 }

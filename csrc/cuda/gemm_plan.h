@@ -92,7 +92,7 @@ class GemmPlanCache {
   const GemmPlan* similar_to(const GemmKey& key, const GemmArgs& args);
 
   mutable std::mutex mutex_;
-  std::unordered_map<GemmKey, std::unique_ptr<GemmPlan>, GemmKeyHash> plans_;
+  std::unordered_map<GemmKey, std::unique_ptr<GemmPlan>, GemmKeyHash> plans_, rounded_;
   // How many plans were made of problems that differ in one size, which is 0 in the key.
   std::unordered_map<GemmKey, int, GemmKeyHash> varied_;
   GemmPlan* last_ = nullptr;

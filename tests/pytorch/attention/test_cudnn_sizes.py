@@ -84,3 +84,16 @@ def test_layers_pass_their_lengths(asked, monkeypatch):
         layer(*x.unbind(0)).sum().backward()
     last = 20 + MOST
     assert [longest for _, longest in passed] == [OWN_GRAPH] * MOST + [(last, last), OWN_GRAPH]
+
+
+def test_sequences_of_similar_lengths_share_a_plan(monkeypatch):
+    fake_cudnn.serve(monkeypatch)
+    layer = te.DotProductAttention(1, 16, qkv_format="thd", attn_mask_type="padding_causal")
+    for n in (*range(65, 81), 64, 81):
+        x = torch.randn(3, 100, 1, 16, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.tensor([0, n, 100], dtype=torch.int32)
+        layer(
+            *x.unbind(0), cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=n, max_seqlen_kv=n
+        ).sum().backward()
+    found = {plan.options.call.query_sequences.longest for plan in layer._core._plans.values()}
+    assert found == {64, 80, 96}

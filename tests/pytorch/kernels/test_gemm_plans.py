@@ -178,12 +178,7 @@ def test_products_of_many_sizes_share_algorithms(kind, layout):
         a, b = both(shape, kind, layout)
         assert_close(multiply(a, b), product(a, b), slack(a, b, "cuda"))
         algorithms[tokens] = _C.gemm_algorithm()
-    own = _C.gemm_plan_count()
-    for tokens in range(2064, 2304, 16):  # of which 2304 is the rounded size
-        assert algorithms[tokens] == algorithms[2288]
-    multiply(*both((2304, 48, 144) if layout == "TN" else (144, 48, 2304), kind, layout))
-    assert algorithms[2288] == _C.gemm_algorithm()
-    assert _C.gemm_plan_count() == own
+    assert len({tuple(algorithms[tokens]) for tokens in range(2064, 2304, 16)}) == 1
 
 
 @pytest.mark.parametrize(

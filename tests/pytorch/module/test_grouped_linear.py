@@ -6,6 +6,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from recordings import recordings_made
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
@@ -49,6 +50,29 @@ def test_each_part_is_a_linear(recipe: object, bias: bool, device: str) -> None:
         for i, linear in enumerate(apart):
             for name, parameter in linear.named_parameters():
                 assert_bitwise(getattr(grouped, f"{name}{i}").grad, parameter.grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_numbers_of_rows_that_repeat_are_recorded(
+    recipe: object, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts run as one node. After a few shapes, only those that often repeat are recorded."""
+    grouped = te.GroupedLinear(2, 32, 48, device=device, params_dtype=torch.bfloat16)
+    made = recordings_made(monkeypatch)
+
+    def step(first: int) -> int:
+        made.clear()
+        x = torch.randn(192, 32, device=device, dtype=torch.bfloat16)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = grouped(x, [first, 192 - first])
+        (cat,) = [node for node, _ in out.grad_fn.next_functions]
+        assert len({node for node, _ in cat.next_functions}) == 1
+        out.sum().backward()
+        return len(made)
+
+    assert [step(16), step(16), step(32)] == [2, 0, 2]
+    assert [step(16 * i) for i in range(3, 8)] == [2, 2, 0, 0, 0]
+    assert sum([step(80) for _ in range(8)]) == 2
 
 
 def test_biases_are_returned(device: str) -> None:

@@ -61,7 +61,7 @@ class CoreAttention(Part):
             if same_starts:
                 tensors = tensors._replace(cu_seqlens_kv_padded=None)
         fixed = repeatable(environment())
-        options = Options(backend, call.settings(), same_ends, same_starts, fixed)
+        options = Options(backend, backend.settings(call), same_ends, same_starts, fixed)
         parameters = (*tensors, None)
         if call.casts is None or call.casts.of_state:
             return self.planned(values, parameters, options, needs)

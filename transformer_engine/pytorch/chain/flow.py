@@ -15,6 +15,7 @@ from torch import nn
 
 from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.chain.part import AddingPart
+from transformer_engine.pytorch.chain.plan import EmptyInCopies
 from transformer_engine.pytorch.parallel.construction import Remakable
 
 Arguments = Sequence[dict[str, Any]]
@@ -25,6 +26,10 @@ def joins_chains(module: type[nn.Module]) -> type[nn.Module]:
     """Let modules of this class run in a larger chain without being called; not of subclasses."""
     _FORWARDS[module] = module.forward
     return module
+
+
+class FusedLayers(EmptyInCopies, dict[Hashable, Any]):
+    """The chains of one layer that run as one, by what its `data_flow` depends on."""
 
 
 class FlowModule(Remakable, nn.Module):
@@ -43,7 +48,7 @@ class FlowModule(Remakable, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._fused: dict[Hashable, Any] = {}  # chains, by what `data_flow` depends on
+        self._fused = FusedLayers()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group; see `Linear.set_tensor_parallel_group`."""
@@ -51,9 +56,6 @@ class FlowModule(Remakable, nn.Module):
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fused": {}}
 
 
 class Flow:

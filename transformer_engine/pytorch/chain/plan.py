@@ -268,7 +268,7 @@ def add_plan(plans: dict[Any, CallPlan], key: Any, plan: CallPlan, most: int) ->
     plans[key] = plan
 
 
-class _EmptyInCopies:
+class EmptyInCopies:
     """Base of containers whose copies are empty, even where attributes are copied one by one.
 
     `torch.nn.utils.parametrize` makes such copies.
@@ -281,7 +281,7 @@ class _EmptyInCopies:
         return type(self), ()
 
 
-class PlanCache(_EmptyInCopies, dict[Any, CallPlan]):
+class PlanCache(EmptyInCopies, dict[Any, CallPlan]):
     """The plans of one module. They point into its scaling state, so a copied module has none."""
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class PlanCache(_EmptyInCopies, dict[Any, CallPlan]):
             self.clear()
 
 
-class DelayedTasks(_EmptyInCopies, list[Any]):
+class DelayedTasks(EmptyInCopies, list[Any]):
     """`ParamGradTask`s of a stage that wait for `backward_dw`, oldest first.
 
     They hold tensors of a graph, so a copied stage has none.

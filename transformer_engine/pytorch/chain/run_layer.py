@@ -66,24 +66,38 @@ def run_layer(layer: FlowModule, values: Sequence[torch.Tensor], *groups: dict[s
         result = call_operator(layer, values, groups)
         return layer.data_flow(EAGER, values, *groups) if result is NotImplemented else result
     try:
-        # Replicas of DataParallel have `_fused` of their original, with its parameters.
-        if "_is_replica" not in layer.__dict__ and _may_fuse(values[0]):
-            key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
-            fused = layer._fused.get(key)
-            if fused is None or not fused.is_current():
-                if len(layer._fused) >= _MOST_FUSED:  # a schedule of dropout adds one in each step
-                    layer._fused.clear()
-                fused = layer._fused[key] = FusedLayer(layer, _VALUES[: len(values)], groups)
-            result = fused(values, groups)
-            if result is not NotImplemented:
-                return result
-        return layer.data_flow(EAGER, values, *groups)
-    except Outdated:
-        layer._fused.pop(key, None)  # another thread may have done so
-        return run_layer(layer, values, *groups)
+        result = run_as_one(layer, _VALUES[: len(values)], values, values[0], groups)
+        return layer.data_flow(EAGER, values, *groups) if result is NotImplemented else result
     except (TypeError, ValueError):
         _check_values(layer, values)
         raise
+
+
+def run_as_one(
+    layer: Any,
+    names: Sequence[str],
+    values: Sequence[torch.Tensor],
+    largest: torch.Tensor,
+    groups: Sequence[dict[str, Any]],
+) -> Any:
+    """Run a `data_flow` as one node; `NotImplemented` where it must run part by part.
+
+    `names` are those of `values`, of which `largest` is one; `groups` as in `run_layer`.
+    """
+    # Replicas of DataParallel have `_fused` of their original, with its parameters.
+    if "_is_replica" in layer.__dict__ or not _may_fuse(largest):
+        return NotImplemented
+    key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
+    fused = layer._fused.get(key)
+    if fused is None or not fused.is_current():
+        if len(layer._fused) >= _MOST_FUSED:  # a schedule of dropout adds one in each step
+            layer._fused.clear()
+        fused = layer._fused[key] = FusedLayer(layer, names, groups)
+    try:
+        return fused(values, groups)
+    except Outdated:
+        layer._fused.pop(key, None)  # another thread may have done so
+        return run_as_one(layer, names, values, largest, groups)
 
 
 def _check_values(layer: FlowModule, values: Sequence[torch.Tensor]) -> None:

@@ -36,6 +36,7 @@ from transformer_engine.pytorch._torch_private import (
 from transformer_engine.pytorch.dtypes import TORCH_FP8, without_autocast
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.memory_views import tensor_at
 from transformer_engine.pytorch.kernels.shapes import matrix_shape
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
@@ -90,7 +91,7 @@ def gemm(
         shape = (sizes[-1], n)
     else:
         shape = (sizes[0], n) if len(sizes) == 2 else (*sizes[:-1], n)  # a slice costs 0.3 us
-    d = a.new_empty(shape, dtype=dtype)
+    d = new_empty(a, shape, dtype)
     if bias is not None:
         bias = bias_for(dtype, bias, a_format)
     if launch:

@@ -13,6 +13,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
@@ -50,10 +51,10 @@ def quantize(
         it was given.
     """
     rows, cols = rows_of(x), x.shape[-1]
-    codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
-    transposed = x.new_empty((cols, rows), dtype=torch.uint8) if columnwise else None
-    own_scales = x.new_empty(2, dtype=torch.float32) if scales is None else None
-    bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
+    codes = new_empty(x, x.shape, torch.uint8) if rowwise else None
+    transposed = new_empty(x, (cols, rows), torch.uint8) if columnwise else None
+    own_scales = new_empty(x, (2,), torch.float32) if scales is None else None
+    bias_grad = new_empty(x, (cols,), dbias) if dbias is not None else None
     if launch:
         pair = own_scales if scales is None else scales
         _C.quantize(x, codes, transposed, pair, scale, amax, format, bias_grad, moments, active)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.flow import EAGER, Flow, FusedLayers
+from transformer_engine.pytorch.chain.run_layer import run_as_one
 from transformer_engine.pytorch.fp8.scaling_state import (
     BACKWARD,
     FORWARD,
@@ -23,86 +24,18 @@ from transformer_engine.pytorch.module.arguments import (
     tensor_parallel,
 )
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.grouped_parts import (
+    GroupedPart,
+    ParameterSetsOfParts,
+    of_parts,
+)
 from transformer_engine.pytorch.module.inputs import check_features, check_plain
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
-from transformer_engine.pytorch.module.parameters import ParameterSpec
-from transformer_engine.pytorch.module.settings import Setting
 
 # Keywords of newer versions of the API, with the only value that is implemented. They are not in
 # the signature, because programs look there whether other values are possible.
 _LATER = {"single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None}
-
-
-class _Part(Linear):
-    """A Linear that ranks share without collectives."""
-
-    module_type = "grouped_linear"
-    _joins = False
-
-    def _build_chain(self) -> Chain:
-        biased = self.use_bias and not self.return_bias
-        if self.parallel_mode == "row" and self.ranks.size > 1 and biased:
-            raise ValueError(
-                "[GroupedLinear] expected bias=False or return_bias=True with parallel_mode='row':"
-                f" the sum over {self.ranks.size} ranks would have each bias as often (layer"
-                f" {self.name})"
-            )
-        chain = super()._build_chain()
-        chain.shapes = 4  # the rows of an expert seldom repeat
-        return chain
-
-    def fixed_settings(self) -> tuple[str, ...]:
-        """See `HasSettings`."""
-        return (*super().fixed_settings(), "return_bias")
-
-
-_Part.__name__ = "GroupedLinear"  # messages name what users have made
-
-
-class _OfParts(Setting):
-    """A setting that is stored in the parts; all parts have the same value."""
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        return self if module is None else getattr(module.parts()[0], self._name)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        for part in module.parts() if module.is_built() else ():
-            setattr(part, self._name, value)
-
-    def __delete__(self, module: Any) -> None:
-        for part in module.parts():
-            delattr(part, self._name)
-
-
-def _of_parts() -> Any:
-    return _OfParts(None, flag=False)
-
-
-class _SetsOfParts:
-    """The parameter sets of all parts as one, under the names of the `GroupedLinear`'s parameters.
-
-    `weight3` here is `weight` of part 3.
-    """
-
-    def __init__(self, parts: Sequence[Linear]) -> None:
-        self._own = {
-            f"{kind}{i}": (part, kind)
-            for i, part in enumerate(parts)
-            for kind in ("weight", "bias")
-        }
-        self.init = parts[0]._parameter_set.init
-
-    def spec(self, name: str) -> ParameterSpec | None:
-        """See `ParameterSet`."""
-        part, kind = self._own.get(name, (None, ""))
-        return None if part is None else part._parameter_set.spec(kind)
-
-    def adopt(self, module: nn.Module, name: str, data: torch.Tensor, trained: bool) -> None:
-        """See `ParameterSet`."""
-        part, kind = self._own[name]
-        part._parameter_set.adopt(part, kind, data, trained)
-        module._parameters[name] = part._parameters[kind]
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -149,11 +82,11 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     _shown = ("num_gemms", "in_features", "out_features", "use_bias")
     joint_state = True
-    delay_wgrad_compute: bool = _of_parts()
-    fuse_wgrad_accumulation: bool = _of_parts()
-    parallel_mode: str | None = _of_parts()
-    return_bias: bool = _of_parts()
-    save_original_input: bool = _of_parts()
+    delay_wgrad_compute: bool = of_parts()
+    fuse_wgrad_accumulation: bool = of_parts()
+    parallel_mode: str | None = of_parts()
+    return_bias: bool = of_parts()
+    save_original_input: bool = of_parts()
 
     def __init__(
         self,
@@ -173,6 +106,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         # Not registered as submodules: their parameters are this module's, under its names.
         self._parts: tuple[Linear, ...] = ()
+        self._fused = FusedLayers()
         super().__init__(num_gemms, name, in_features=in_features, out_features=out_features)
         check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
         refuse_others("GroupedLinear", self.name, arguments, _LATER)
@@ -193,7 +127,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.out_features = shared.outputs("out_features", out_features)
         self.ub_name = arguments.get("ub_name")
         self._parts = tuple(
-            _Part(
+            GroupedPart(
                 in_features,
                 out_features,
                 bias,
@@ -267,7 +201,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _adopt(self) -> None:
         """Take over the parameters of the parts, which have registered them."""
-        self._parameter_set: Any = _SetsOfParts(self._parts)
+        self._parameter_set: Any = ParameterSetsOfParts(self._parts)
         for part, inside, here in self._names():
             self._parameters[here] = part._parameters[inside]
 
@@ -368,15 +302,37 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f"add up to {rows.shape[0]}, got {splits} (layer {self.name})"
             )
         self._lend()
-        parts = zip(self._parts, rows.split(splits), strict=True)
         try:
-            results = [part(own, is_first_microbatch) for part, own in parts]
+            results = self._run(rows.split(splits), is_first_microbatch)
         finally:
             self._take_back()
         returns_bias = self.return_bias
         outputs = [result[0] for result in results] if returns_bias else results
         out = torch.cat(outputs).view(*inp.shape[:-1], self.out_features)
         return (out, [bias for _, bias in results]) if returns_bias else out
+
+    def _run(self, values: Sequence[torch.Tensor], is_first_microbatch: bool | None) -> list[Any]:
+        """What each part returns: as one node of autograd's graph, or part by part."""
+        group = {"is_first_microbatch": is_first_microbatch}
+        if not torch.compiler.is_compiling():
+            names = [f"rows{i}" for i in range(len(values))]
+            largest = max(values, key=torch.Tensor.numel)
+            found = run_as_one(self, names, values, largest, (group,))
+            if found is not NotImplemented:
+                return list(found) if len(values) > 1 else [found]
+        return list(self.data_flow(EAGER, values, group))
+
+    def data_flow(
+        self, flow: Flow, values: Sequence[Any], group: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """See `chain.flow`: the values are the rows of each part."""
+        parts = zip(self._parts, values, strict=True)
+        return tuple([flow.call(part, own, **group) for part, own in parts])
+
+    @staticmethod
+    def flow_key() -> Hashable:
+        """See `chain.flow`."""
+        return ()
 
 
 def _joined(states: list[ScalingState]) -> ScalingState:

@@ -257,6 +257,7 @@ class Backend(NamedTuple):
         records_on: the types of devices where some calls are recordable.
         persistent: the tensors that recordable calls read and write beside their arguments.
         parts: attention with a part of the keys; None for backends without a log-sum-exp.
+        settings: the settings of a call; calls with equal ones share a plan.
     """
 
     name: str
@@ -271,6 +272,7 @@ class Backend(NamedTuple):
     records_on: tuple[str, ...] = ()
     persistent: Callable[[Call], Sequence[torch.Tensor]] = lambda call: ()
     parts: Parts | None = None
+    settings: Callable[[Call], Call] = Call.settings
 
     def __hash__(self) -> int:
         """A quick hash, because every call looks up its plan by it."""

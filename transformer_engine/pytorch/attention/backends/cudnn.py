@@ -264,6 +264,26 @@ def _recordable(call: Call) -> bool:
     return call.shape.qkv_format != "thd" or call.query_sequences.longest is not None
 
 
+def _settings(call: Call) -> Call:
+    """See `Backend`. Calls with similar `max_seqlen` share a plan, as they share a graph."""
+    own = call.settings()
+    if call.shape.qkv_format != "thd" or torch.compiler.is_compiling():
+        return own
+    return own._replace(
+        query_sequences=_with_few_lengths(own.query_sequences),
+        key_sequences=_with_few_lengths(own.key_sequences),
+    )
+
+
+def _with_few_lengths(sequences: Sequences) -> Sequences:
+    """Sequences whose `longest` is rounded up as in `attention_key.cpp`."""
+    longest = sequences.longest
+    if not isinstance(longest, int):
+        return sequences
+    step = 1 << max(longest.bit_length() - 3, 4)
+    return sequences._replace(longest=-(-longest // step) * step)
+
+
 BACKEND = Backend(
     "cudnn",
     forward,
@@ -272,6 +292,7 @@ BACKEND = Backend(
     draw_seed=new_seed,
     recordable=_recordable,
     records_on=("cuda",),
+    settings=_settings,
     parts=Parts(log_sum_exp_of_part, lambda saved, call: saved.stripped(), _restore),
     requirements=(
         FUSED,
