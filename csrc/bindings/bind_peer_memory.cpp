@@ -46,6 +46,8 @@ void finish(const TensorView& x, const TensorView& memory, const TensorView& gro
 
 void copy_into(const TensorView& x, const TensorView& out) { copy(x, out, stream_of(x)); }
 
+void zero_out(const TensorView& out) { zero(out, stream_of(out)); }
+
 }  // namespace
 
 void bind_peer_memory(pybind11::module_& m) {
@@ -67,6 +69,7 @@ void bind_peer_memory(pybind11::module_& m) {
       },
       group, rank, slot);
   m.def("copy", recordable<&copy_into>, arg("x"), arg("out"));
+  m.def("zero", recordable<&zero_out>, arg("out"));
 }
 
 }  // namespace te::bindings

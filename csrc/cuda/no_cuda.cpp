@@ -106,6 +106,7 @@ void peer_copy(const Rows&, const PeerSlot&, const PeerEvents&, Device, Stream) 
 void peer_release(const PeerSlots&, Device, Stream) { absent("peer_release"); }
 void peer_finish(int64_t, Device, Stream) { absent("peer_finish"); }
 void copy(const Rows&, const Rows&, Device, Stream) { absent("copy"); }
+void zero(const Rows&, Device, Stream) { absent("zero"); }
 void sum_parts(const SumParts&, Stream) { absent("sum_parts"); }
 
 }  // namespace te::cuda

@@ -20,4 +20,11 @@ void copy(const TensorView& x, const TensorView& out, Stream stream) {
       x, [&] { cpu::copy(from, to); }, [&] { cuda::copy(from, to, x.device, stream); });
 }
 
+void zero(const TensorView& out, Stream stream) {
+  if (out.numel() == 0) return;
+  const Rows rows = rows_of(out, "zero", "out");
+  on_device(
+      out, [&] { cpu::zero(rows); }, [&] { cuda::zero(rows, out.device, stream); });
+}
+
 }  // namespace te

@@ -154,16 +154,35 @@ def test_a_weight_that_looks_different_runs_by_stages():
     assert_bitwise(strided, module(x))
 
 
-@pytest.mark.parametrize("rows", [0, 7])
-def test_padding_and_empty_inputs_run_by_stages(device, rows):
+def test_empty_inputs_run_by_stages(device):
     module = te.Linear(32, 48, device=device, params_dtype=torch.bfloat16)
-    x = torch.ones(rows, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+    x = torch.ones(0, 32, dtype=torch.bfloat16, device=device).requires_grad_()
     for _ in range(2):
         with scope("delayed"):
             y = module(x)
         y.sum().backward()
-    assert y.shape == (rows, 48)
+    assert y.shape == (0, 48)
     assert all(one.recorded is None for one in segments_of(module))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP, gelu"])
+def test_padded_tokens_are_recorded(device, by_stages, name, recipe):
+    found = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        reset_autocast()
+        module = MODULES[name](device=device, params_dtype=torch.bfloat16)
+        for rows in (7, 40, 7):
+            x = torch.randn(rows, 32, device=device, dtype=torch.bfloat16).requires_grad_()
+            with scope(recipe):
+                y = module(x)
+            y.backward(torch.randn_like(y))
+            found += [y.detach(), x.grad]
+        found += [parameter.grad for parameter in module.parameters()]
+        assert all_recorded(module) == recorded
+        by_stages()
+    same(found[: len(found) // 2], found[len(found) // 2 :])
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP, gelu"])

@@ -299,3 +299,16 @@ def test_copy(device, dtype) -> None:
         _C.copy(x, out[1:])
     with pytest.raises(ValueError, match="expected x or out to be contiguous, got 7 and 63 rows"):
         _C.copy(wide[:, 1], torch.empty(7, 9, 2, device=device).to(dtype)[..., 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+def test_zero(device, dtype) -> None:
+    x = torch.ones(7, 9, device=device, dtype=dtype)
+    _C.zero(x[5:])
+    _C.zero(x[:4, 7:])
+    _C.zero(x[:0])
+    expected = torch.ones_like(x)
+    expected[5:] = expected[:4, 7:] = 0
+    assert_bitwise(x, expected)
+    with pytest.raises(ValueError, match="rows of one distance"):
+        _C.zero(torch.ones(4, 4, 8, device=device)[:, :3, :4])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine import _C
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
@@ -12,7 +14,8 @@ def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
     """Append `padding` zero tokens. The caller cuts the rows of these tokens off the result."""
     if not padding:
         return x
-    return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
+    matrix = x.reshape(-1, x.shape[-1])
+    return _fitted(matrix, matrix.shape[0] + padding, matrix.shape[1])
 
 
 def pad_side(side: Side | None, padding: int, columnwise: bool) -> Side | None:
@@ -45,6 +48,14 @@ def resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
 def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     if x.shape == (rows, cols):
         return x
-    # Negative padding cuts. The result is contiguous, and must be no alias: Dynamo loses tensors
-    # that alias another one of an autograd function, if the backward reads them.
-    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+    own_rows, own_cols = x.shape
+    cuts = rows < own_rows or cols < own_cols
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or cuts:
+        # Negative padding cuts. The result is contiguous, and must be no alias: Dynamo loses
+        # tensors that alias another one of an autograd function, if the backward reads them.
+        return torch.nn.functional.pad(x, (0, cols - own_cols, 0, rows - own_rows))
+    out = new_empty(x, (rows, cols))
+    _C.copy(x.contiguous(), out[:own_rows, :own_cols])
+    _C.zero(out[own_rows:])
+    _C.zero(out[:own_rows, own_cols:])
+    return out
