@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.chain import Chain
 
 _RECIPES = {
     "bf16": None,
@@ -76,12 +76,12 @@ def _train(name: str, seed: int, sizes: tuple[int, int, int], device: str) -> li
 @contextmanager
 def without_recordings() -> Iterator[None]:
     """Turn off recordings: every call runs stage by stage."""
-    before = segments._MOST_SHAPES
-    segments._MOST_SHAPES = 0
+    before = Chain.shapes
+    Chain.shapes = 0
     try:
         yield
     finally:
-        segments._MOST_SHAPES = before
+        Chain.shapes = before
 
 
 @contextmanager
