@@ -89,3 +89,11 @@ def test_results_do_not_depend_on_recordings(recorded):
         recorded(module, *range(32, 320, 16))
         recorded(module, *[320] * 8, *[336] * 8, *[352] * 8)
         assert torch.equal(module(x), first)
+
+
+def test_after_a_few_lengths_a_layer_records_those_that_come_again(recorded, monkeypatch):
+    """A recording takes longer than a call, and many lengths come only once."""
+    monkeypatch.setattr("transformer_engine.pytorch.chain.chain.Chain.shapes", 32)
+    module = MODULES["TransformerLayer"]()
+    assert recorded(module, *range(16, 16 * 13, 16), train=True) == [True] * 8 + [False] * 4
+    assert recorded(module, 144, 144, 160, 16, train=True) == [True, False, True, False]

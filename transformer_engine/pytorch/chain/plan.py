@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 
 
-_CALLS_TO_REPLACE = 8  # a recording takes the host as long as several calls
+# A recording takes the host as long as several calls. So where calls may run differently, it is
+# made when a shape is called again, except for the first shapes.
+_AT_ONCE = 8
+_CALLS_TO_ADD, _CALLS_TO_REPLACE = 2, 8
 _MOST_COUNTED = 256
 
 
@@ -26,25 +29,28 @@ class Recordings(dict[Any, Any]):
         super().__init__()
         self._calls: dict[Any, int] = {}  # of shapes that are not recorded
 
-    def admits(self, key: Any, most: int, replaces: bool) -> bool:
+    def admits(self, key: Any, most: int, differs: bool) -> bool:
         """Whether a call with this new shape is recorded; `most` shapes may be.
 
-        With `replaces`, a shape that is often called takes the place of the oldest one.
+        `differs`: equal calls may run differently, see `CallPlan.may_run_differently`. Then a shape
+        that is often called takes the place of the oldest one.
         """
         if self is CLOSED:
             return False
-        if len(self) < most:
+        has_room = len(self) < most
+        if has_room and not (differs and len(self) >= _AT_ONCE):
             return True
-        if not (replaces and self):
+        if not (differs and self):
             return False
         calls = self._calls.get(key, 0) + 1
-        if calls < _CALLS_TO_REPLACE:
+        if calls < (_CALLS_TO_ADD if has_room else _CALLS_TO_REPLACE):
             if len(self._calls) >= _MOST_COUNTED:
                 self._calls.clear()
             self._calls[key] = calls
             return False
         self._calls.pop(key, None)
-        self.pop(next(iter(self)), None)
+        if not has_room:
+            self.pop(next(iter(self)), None)
         return True
 
     def of_recompute(self, admitted: bool) -> Recordings:
