@@ -9,6 +9,9 @@ and up to half as much again for small calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from transformer_engine.pytorch.attention.backends.backend import FEW_QUERIES, Problem
@@ -20,6 +23,9 @@ from transformer_engine.pytorch.kernels.attention import OWN_GRAPH
 MOST_OWN_GRAPHS = 16  # of a kind of call; most programs have a few sizes
 
 _Sizes = tuple[int | None, int | None, int | None]  # batch, queries and keys
+_FIELDS_OF_SHAPE = ("qkv_format", "rule", "heads", "groups", "key_size", "value_size")
+# What a graph depends on beside sizes.
+_FIELDS_OF_GRAPH = (*_FIELDS_OF_SHAPE, "gpu", "dtype", "bias_type", "dropout", "training")
 
 
 @memoize
@@ -40,19 +46,11 @@ def lengths_to_share(
         device="cuda",
         gpu=gpu,
         dtype=dtype,
-        qkv_format=shape.qkv_format,
-        rule=shape.rule,
-        batch=shape.batch,
-        queries=shape.queries,
-        keys=shape.keys,
-        heads=shape.heads,
-        groups=shape.groups,
-        key_size=shape.key_size,
-        value_size=shape.value_size,
         bias_type=bias_type,
         dropout=dropout,
         repeatable=repeatable,
         training=training,
+        **_fields_of(shape, (*_FIELDS_OF_SHAPE, "batch", "queries", "keys")),
     )
     return (shape.queries, shape.keys) if shares(problem) else OWN_GRAPH
 
@@ -77,22 +75,13 @@ def shares(problem: Problem) -> bool:
         or (max(rule.left, rule.right) >= 0 and problem.queries != problem.keys)
     ):
         return False
-    whole = Problem(  # all that a graph depends on
-        device="cuda",
-        gpu=problem.gpu,
-        dtype=problem.dtype,
-        qkv_format=problem.qkv_format,
-        rule=rule,
-        heads=problem.heads,
-        groups=problem.groups,
-        key_size=problem.key_size,
-        value_size=problem.value_size,
-        bias_type=problem.bias_type,
-        dropout=problem.dropout,
-        repeatable=problem.repeatable and problem.training,
-        training=problem.training,
-    )
-    return _shares(whole, sizes)
+    repeatable = problem.repeatable and problem.training
+    kind = Problem("cuda", repeatable=repeatable, **_fields_of(problem, _FIELDS_OF_GRAPH))
+    return _shares(kind, sizes)
+
+
+def _fields_of(described: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(described, name) for name in names}
 
 
 @memoize
