@@ -21,60 +21,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from contenders import DEVICE, DTYPE, PlainLayer, Size, our_layer, precision
+from contenders import random as random_tensor
 from harness import Report, require_gpu
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-LAYERS, HIDDEN, HEADS, TOKENS = 6, 768, 12, 8192
+LAYERS, SIZE, TOKENS = 6, Size(768, 3072, 12, sequence=612, batch=8), 8192
 BEFORE, MEASURED = 40, 15
-PRECISIONS = {
-    "bf16": None,
-    "FP8 delayed": DelayedScaling(),
-    "FP8 current": Float8CurrentScaling(),
-}
+PRECISIONS = ("bf16", "fp8 delayed", "fp8 current")
 
 Step = Callable[[Any], None]
 
 
-class TorchLayer(nn.Module):
-    """The same layer in plain PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.fc1, self.fc2 = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        context = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x = x + self.out(context.transpose(1, 2).flatten(2))
-        return x + self.fc2(F.gelu(self.fc1(self.norms[1](x)), approximate="tanh"))
+def our_layers(**arguments: Any) -> nn.ModuleList:
+    return nn.ModuleList([our_layer(SIZE, **arguments) for _ in range(LAYERS)])
 
 
-def our_layers(qkv_format: str, mask_type: str) -> nn.ModuleList:
-    return nn.ModuleList(
-        te.TransformerLayer(
-            *(HIDDEN, 4 * HIDDEN, HEADS),
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attn_input_format=qkv_format,
-            self_attn_mask_type=mask_type,
-            fuse_qkv_params=True,
-            params_dtype=torch.bfloat16,
-        )
-        for _ in range(LAYERS)
-    )
-
-
-def trained(layers: nn.Module, recipe: Any, run: Callable[[Any], torch.Tensor]) -> Step:
+def trained(layers: nn.Module, name: str, run: Callable[[Any], torch.Tensor]) -> Step:
     """Forward and backward; gradients are freed as an optimizer does."""
 
     def step(sizes: Any) -> None:
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
+        with precision(name):
             out = run(sizes)
         out.float().square().mean().backward()
         layers.zero_grad(set_to_none=True)
@@ -84,55 +54,51 @@ def trained(layers: nn.Module, recipe: Any, run: Callable[[Any], torch.Tensor]) 
 
 def lengths() -> dict[str, Step]:
     def batch(tokens: int) -> torch.Tensor:
-        return torch.randn(8, tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        return random_tensor(SIZE.batch, tokens, SIZE.hidden)
 
-    plain = nn.Sequential(*[TorchLayer() for _ in range(LAYERS)]).cuda().bfloat16()
+    plain = nn.Sequential(*[PlainLayer(SIZE) for _ in range(LAYERS)])
 
     def by_flash(tokens: int) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return plain(batch(tokens))
 
     steps = {
-        "torch": trained(plain, None, lambda tokens: plain(batch(tokens))),
-        "torch, flash attention": trained(plain, None, by_flash),
+        "torch": trained(plain, "torch", lambda tokens: plain(batch(tokens))),
+        "torch, flash attention": trained(plain, "torch", by_flash),
     }
-    for name, recipe in PRECISIONS.items():
-        layers = our_layers("bshd", "causal")
+    for name in PRECISIONS:
+        layers = nn.Sequential(*our_layers())
 
-        def run(tokens: int, layers: nn.ModuleList = layers) -> torch.Tensor:
-            x = batch(tokens)
-            for layer in layers:
-                x = layer(x)
-            return x
+        def run(tokens: int, layers: nn.Sequential = layers) -> torch.Tensor:
+            return layers(batch(tokens))
 
-        steps[name] = trained(layers, recipe, run)
+        steps[name] = trained(layers, name, run)
     return steps
 
 
 def packed() -> dict[str, Step]:
     steps = {}
-    for name, recipe in PRECISIONS.items():
-        layers = our_layers("thd", "padding_causal")
+    for name in PRECISIONS:
+        layers = our_layers(attn_input_format="thd", self_attn_mask_type="padding_causal")
 
         def run(sequences: list[int], layers: nn.ModuleList = layers) -> torch.Tensor:
-            ends = torch.tensor([0, *sequences]).cumsum(0).int().cuda()
+            ends = torch.tensor([0, *sequences]).cumsum(0).int().to(DEVICE)
             where: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ends)
             where |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(sequences))
-            x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            x = random_tensor(TOKENS, SIZE.hidden)
             for layer in layers:
                 x = layer(x, **where)
             return x
 
-        steps[name] = trained(layers, recipe, run)
+        steps[name] = trained(layers, name, run)
     return steps
 
 
 def experts(count: int, hidden: int, inner: int) -> dict[str, Step]:
-    x = torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = random_tensor(TOKENS, hidden).requires_grad_()
 
     def weights(rows: int, columns: int) -> nn.ParameterList:
-        made = torch.randn(count, rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
-        return nn.ParameterList(made.unbind())
+        return nn.ParameterList((random_tensor(count, rows, columns) * 0.02).unbind())
 
     up, down = weights(inner, hidden), weights(hidden, inner)
     both = nn.ModuleList([up, down])
@@ -141,19 +107,19 @@ def experts(count: int, hidden: int, inner: int) -> dict[str, Step]:
         parts = zip(x.split(rows), up, down, strict=True)
         return torch.cat([F.linear(F.gelu(F.linear(own, a)), b) for own, a, b in parts])
 
-    steps = {"torch, one by one": trained(both, None, loop)}
+    steps = {"torch, one by one": trained(both, "torch", loop)}
     stacked = nn.ParameterList(torch.stack([w.detach() for w in one]) for one in (up, down))
 
     def grouped(rows: list[int]) -> torch.Tensor:
-        ends = torch.tensor(rows).cumsum(0).int().cuda()
+        ends = torch.tensor(rows).cumsum(0).int().to(DEVICE)
         middle = F.gelu(torch._grouped_mm(x, stacked[0].transpose(1, 2), ends))
         return torch._grouped_mm(middle, stacked[1].transpose(1, 2), ends)
 
     if hasattr(torch, "_grouped_mm"):
-        steps["torch._grouped_mm"] = trained(stacked, None, grouped)
-    for name, recipe in PRECISIONS.items():
+        steps["torch._grouped_mm"] = trained(stacked, "torch", grouped)
+    for name in PRECISIONS:
         first, second = (
-            te.GroupedLinear(count, *sizes, bias=False, params_dtype=torch.bfloat16)
+            te.GroupedLinear(count, *sizes, bias=False, params_dtype=DTYPE, device=DEVICE)
             for sizes in ((hidden, inner), (inner, hidden))
         )
 
@@ -162,7 +128,7 @@ def experts(count: int, hidden: int, inner: int) -> dict[str, Step]:
         ) -> torch.Tensor:
             return second(F.gelu(first(x, rows)), rows)
 
-        steps[name] = trained(nn.ModuleList([first, second]), recipe, run)
+        steps[name] = trained(nn.ModuleList([first, second]), name, run)
     return steps
 
 
@@ -214,7 +180,7 @@ def main() -> None:
         return iter(random.Random(0).sample(range(200, 1025, 2), BEFORE + MEASURED))
 
     op = "lengths, 6 layers h768, 8 sequences of 200 - 1024"
-    measure(report, op, lengths(), 612, new_lengths)
+    measure(report, op, lengths(), SIZE.sequence, new_lengths)
     op = "packed, 6 layers h768, 12 sequences in 8192 tokens"
     measure(report, op, packed(), cut(TOKENS, 12, 1), partial(cuts, 12, 1))
     for count, hidden, inner in ((8, 2048, 8192), (32, 1024, 2048)):
