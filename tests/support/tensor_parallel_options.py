@@ -242,7 +242,7 @@ def recomputes_around_refused_recordings(rank: int) -> None:
 def recomputes_of_many_shapes(rank: int) -> None:
     """A recompute saves what its first forward did: the one is recorded if the other was."""
     layer = _mlp(False)
-    with patch.object(Chain, "shapes", 1), scope(PRECISIONS[2]):
+    with patch.object(Chain, "most_shapes", 1), scope(PRECISIONS[2]):
         layer(torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True))
         for tokens in (32, 16):
             x = torch.ones(tokens, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -76,12 +76,12 @@ def _train(name: str, seed: int, sizes: tuple[int, int, int], device: str) -> li
 @contextmanager
 def without_recordings() -> Iterator[None]:
     """Turn off recordings: every call runs stage by stage."""
-    before = Chain.shapes
-    Chain.shapes = 0
+    before = Chain.most_shapes
+    Chain.most_shapes = 0
     try:
         yield
     finally:
-        Chain.shapes = before
+        Chain.most_shapes = before
 
 
 @contextmanager

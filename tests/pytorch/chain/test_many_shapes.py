@@ -21,7 +21,7 @@ Recorded = Callable[..., list[bool]]
 @pytest.fixture
 def recorded(monkeypatch) -> Recorded:
     """Returns a function that calls a module with these lengths, and says which are recorded."""
-    monkeypatch.setattr("transformer_engine.pytorch.chain.chain.Chain.shapes", 3)
+    monkeypatch.setattr("transformer_engine.pytorch.chain.chain.Chain.most_shapes", 3)
     made = recordings_made(monkeypatch)
 
     def call(module: Callable[..., torch.Tensor], *lengths: int, train: bool = False) -> list[bool]:
@@ -93,7 +93,7 @@ def test_results_do_not_depend_on_recordings(recorded):
 
 def test_after_a_few_lengths_a_layer_records_those_that_come_again(recorded, monkeypatch):
     """A recording takes longer than a call, and many lengths come only once."""
-    monkeypatch.setattr("transformer_engine.pytorch.chain.chain.Chain.shapes", 32)
+    monkeypatch.setattr("transformer_engine.pytorch.chain.chain.Chain.most_shapes", 32)
     module = MODULES["TransformerLayer"]()
     assert recorded(module, *range(16, 16 * 13, 16), train=True) == [True] * 8 + [False] * 4
     assert recorded(module, 144, 144, 160, 16, train=True) == [True, False, True, False]

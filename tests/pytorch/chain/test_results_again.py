@@ -45,7 +45,7 @@ def step(module, recipe, x, grad):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device, monkeypatch):
     if not recorded:
-        monkeypatch.setattr(Chain, "shapes", 0)
+        monkeypatch.setattr(Chain, "most_shapes", 0)
     again, saving = pair(monkeypatch, device, activation=activation)
     x = torch.randn(2, tokens, HIDDEN, device=device, dtype=torch.bfloat16)[0]
     grad = torch.randn_like(x)

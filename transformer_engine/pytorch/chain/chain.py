@@ -136,11 +136,11 @@ class Chain:
         takes_strides: all of its stages read tensors of any strides.
         adding: the chain of the same stages whose last one, a `Matmul`, also adds a residual; None
             if there is none.
-        shapes: how many shapes of inputs are recorded at most.
+        most_shapes: how many shapes of inputs are recorded at most.
     """
 
     adding: Chain | None = None
-    shapes = 32
+    most_shapes = 32
 
     def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
         self.inputs = built.inputs

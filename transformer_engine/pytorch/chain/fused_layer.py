@@ -138,7 +138,7 @@ class FusedLayer:
         self.members, self.likes = listing.members, listing.likes
         self._chains = [member.part.chain for member in self.members]
         if self.chain is not None:
-            self.chain.shapes = min([chain.shapes for chain in self._chains])
+            self.chain.most_shapes = min([chain.most_shapes for chain in self._chains])
         self.modules = listing.modules
         parents = [layer, *self.modules]
         self._children = [(m._modules, [*m._modules.values()]) for m in parents if m._modules]

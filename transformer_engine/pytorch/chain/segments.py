@@ -196,7 +196,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     found: Segments | None = recordings.get(key)
     plan.admitted = found is not None
     if found is None:
-        plan.admitted = recordings.admits(key, plan.chain.shapes, plan.may_run_differently)
+        plan.admitted = recordings.admits(key, plan.chain.most_shapes, plan.may_run_differently)
         if plan.admitted and plan.chain.communicates:
             check_agreement(plan, inputs)
         found = _segments(plan, plan.admitted, first, joins=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -315,9 +316,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         """What each part returns: as one node of autograd's graph, or part by part."""
         group = {"is_first_microbatch": is_first_microbatch}
         if not torch.compiler.is_compiling():
-            names = [f"rows{i}" for i in range(len(values))]
             largest = max(values, key=torch.Tensor.numel)
-            found = run_as_one(self, names, values, largest, (group,))
+            found = run_as_one(self, _names_of_rows(len(values)), values, largest, (group,))
             if found is not NotImplemented:
                 return list(found) if len(values) > 1 else [found]
         return list(self.data_flow(EAGER, values, group))
@@ -333,6 +333,11 @@ class GroupedLinear(TransformerEngineBaseModule):
     def flow_key() -> Hashable:
         """See `chain.flow`."""
         return ()
+
+
+@lru_cache
+def _names_of_rows(parts: int) -> tuple[str, ...]:
+    return tuple([f"rows{i}" for i in range(parts)])
 
 
 def _joined(states: list[ScalingState]) -> ScalingState:

@@ -31,7 +31,7 @@ class GroupedPart(Linear):
                 f" {self.name})"
             )
         chain = super()._build_chain()
-        chain.shapes = 4  # the rows of an expert seldom repeat
+        chain.most_shapes = 4  # the rows of an expert seldom repeat
         return chain
 
     def fixed_settings(self) -> tuple[str, ...]:
